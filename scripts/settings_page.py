@@ -41,10 +41,11 @@ def page() -> str:
     tree, since = schema(), versions()
     every = [*settings(tree)]
     parts = [INTRODUCTION]
-    plain = [setting for setting in every if "." not in setting.key and not is_section(setting)]
+    values = [setting for setting in every if not is_section(setting)]
+    plain = [setting for setting in values if "." not in setting.key]
     parts.append(table("Top level", "", plain, since))
     for section in every:
-        inner = [setting for setting in every if setting.key.rpartition(".")[0] == section.key]
+        inner = [setting for setting in values if setting.key.rpartition(".")[0] == section.key]
         if inner and section.key != "data.eval":  # its settings are those of data.train
             described = tree["$defs"][section.section].get("description") or section.schema["description"]
             heading = section.key if section.key != "data.train" else "data.train and data.eval"

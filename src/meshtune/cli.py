@@ -22,9 +22,10 @@ from meshtune.commands.evaluate import evaluate
 from meshtune.commands.export import export
 from meshtune.commands.generate import generate
 from meshtune.commands.migrate import migrate
-from meshtune.commands.plan import WithSubcommands, plan
+from meshtune.commands.plan import Plan, plan
 from meshtune.commands.probe import probe
 from meshtune.commands.report import report
+from meshtune.commands.submit import Submit, submit
 from meshtune.commands.sweep import SimulateAlone, sweep
 from meshtune.commands.train import train
 from meshtune.commands.ui import ui
@@ -40,10 +41,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-CLASSES = {plan: WithSubcommands, sweep: SimulateAlone}
+CLASSES = {plan: Plan, submit: Submit, sweep: SimulateAlone}
 PANELS = {  # of the help, in this order
     "Plan": (config, data, plan, dryrun),
-    "Train": (train, evaluate, generate, chat, export),
+    "Train": (train, submit, evaluate, generate, chat, export),
     "Measure": (probe, bench, calibrate, sweep),
     "Look": (report, ui, env, migrate, schema),
 }

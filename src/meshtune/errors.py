@@ -4,6 +4,7 @@
       NothingFits 3   no layout fits the memory; the sentences name what would fit
     NonFinite     4   training went non-finite
     Interrupted  75   stopped by a signal; a checkpoint was saved
+      NoProgress  5   the same, three times in a row without a new checkpoint: a queue must not repeat it
     RankFailed    1   another rank ended by a bug, was killed, or hung
     INTERRUPTED 130   Ctrl-C before a run has started, or a second one
 
@@ -274,6 +275,12 @@ class Interrupted(RuntimeError):
     """A signal stopped the run; its checkpoint is saved and it can be resumed."""
 
     exit_code = 75
+
+
+class NoProgress(Interrupted):
+    """A signal stopped the run, as it did several starts before, without a new checkpoint since."""
+
+    exit_code = 5
 
 
 class RankFailed(RuntimeError):

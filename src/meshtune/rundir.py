@@ -13,6 +13,7 @@
                          traceback behind the sentence that ended it; those of the start before are in
                          logs/before/
       report.html
+      .stops.json        stops in a row that left no new checkpoint, and the newest one
 
     runs/.my-run.replaced  a run that is being replaced, until the new one has done a step
 
@@ -29,6 +30,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +45,7 @@ from meshtune.units import counted
 # Columns that are not listed here are only shown as text.
 
 Row = dict[str, Any]
+EXPECTED = "MESHTUNE_EXPECTED"  # environment variable with the `expected` of a run's row, as JSON
 PARTS = (  # of a step in time (meter/parts.py)
     "forward", "backward", "recomputation", "communication", "bubble", "waiting", "optimizer", "loading",
     "rest",
@@ -110,6 +113,12 @@ def _is_prediction(value: Any) -> bool:
     return timed and numbers(memory) and numbers(time) and numbers(parts)
 
 
+def _is_expected(value: Any) -> bool:
+    """Whether a value is the `expected` of a run's row: seconds, most, gpus, price and currency."""
+    numbers = _by_name(_is_number_or_null, "seconds", "most", "gpus", "price")
+    return isinstance(value, dict) and numbers({name: value[name] for name in value if name != "currency"})
+
+
 NUMBER = Type(is_number, "is not a number")
 STEP = Type(_is_step, "is not a whole number", required=True, nullable=False)
 COUNT = Type(lambda value: _is_step(value) and value > 0, "is not a number of 1 or more", nullable=False)
@@ -131,6 +140,7 @@ COLUMNS: Mapping[str, Mapping[str, Type]] = {
         "layout": TEXT._replace(nullable=False), "device_type": TEXT._replace(nullable=False), "host": TEXT,
         "resumed_from": NUMBER, "expert_share": NUMBER,
         "predicted": Type(_is_prediction, "has no numbers by part"),
+        "expected": Type(_is_expected, "has no numbers of a job"),
     },
     "train": {"step": STEP},  # all other columns are numbers, too
     "eval": {"step": STEP},
@@ -299,6 +309,19 @@ class RunDir:
         except OSError:
             return None
 
+    def stops_without_progress(self) -> int:
+        """Note that a signal stops the run now; returns how many times in a row that left no checkpoint newer
+        than that of the stop before.
+        """
+        file, newest = self.path / ".stops.json", sum(saved_steps(self.checkpoints)[-1:])
+        before = {"step": 0, "times": 0}
+        with suppress(OSError, ValueError):
+            before |= json.loads(file.read_text("utf-8"))
+        times = before["times"] + 1 if before["step"] == newest else 0
+        with suppress(OSError):  # a full disk
+            write_text_atomically(file, json.dumps({"step": newest, "times": times}))
+        return times
+
     @property
     def replaced(self) -> Path:
         """Name of a run that was here, while the one that replaces it has done no step."""
@@ -373,6 +396,12 @@ class RunDir:
 def _is_later(row: Row | None, step: int) -> bool:
     """True for the row of a step after `step`, and for that of a finished run; False for no row."""
     return row is not None and ((row.get("step") or 0) > step or row.get("status") == "finished")
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Steps that have a checkpoint in the folder `checkpoints`, oldest first."""
+    names = (path.name.removeprefix("step-") for path in folder.glob("step-*") if path.is_dir())
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def json_line(row: Mapping[str, Any]) -> str:

@@ -393,6 +393,19 @@ class DataConfig(Section):
         return tuple({"path": source} if isinstance(source, str) else source for source in sources)
 
 
+class SlurmConfig(Section):
+    """Options of Slurm's sbatch, for `meshtune submit --to slurm`."""
+
+    partition: str | None = setting(None, "Partition; null: the cluster's default.", min_length=1)
+    account: str | None = setting(None, "Account that is charged.", min_length=1)
+    qos: str | None = setting(None, "Quality of service.", min_length=1)
+    constraint: str | None = setting(None, "Features that nodes must have.", min_length=1)
+    container: str | None = setting(
+        None, "Image in which srun starts the ranks: one of pyxis, or a .sif file of Apptainer.", min_length=1
+    )
+    extra: tuple[str, ...] = setting((), "Further options of sbatch, such as [--comment=sft, --exclusive].")
+
+
 class ClusterConfig(Section):
     """The machines; a setting left out has the value of the GPU kind's usual machine (plan/hardware.toml)."""
 
@@ -418,6 +431,18 @@ class ClusterConfig(Section):
     efficiency: dict[str, float] = setting(
         {}, "Measured efficiencies, by hardware.toml's names; shares of a peak are at most 1."
     )
+    storage: str | None = setting(
+        None, "Folder, or address of an object store, that all machines see: `meshtune submit` puts a "
+        "relative output, the data cache and HF_HOME there.", path=True, min_length=1,
+    )  # fmt: skip
+    time_limit: str | None = setting(
+        None, "Longest job that the cluster allows, such as 24h: `meshtune submit` divides a longer run."
+    )
+    slurm: SlurmConfig = SlurmConfig()
+    sky: dict[str, Any] = setting({}, "Fields of a SkyPilot task, for `meshtune submit --to sky`.")
+    kubeflow: dict[str, Any] = setting({}, "Fields of a TrainJob, for `meshtune submit --to kubeflow`.")
+    ray: dict[str, Any] = setting({}, "Options of a Ray job, for `meshtune submit --to ray`.")
+    dstack: dict[str, Any] = setting({}, "Fields of a dstack task, for `meshtune submit --to dstack`.")
 
     @field_validator("gpu", mode="before", json_schema_input_type=str | int | None)
     @classmethod

@@ -227,3 +227,35 @@ def test_an_experiment_on_two_machines_trains_and_a_held_array_of_a_killed_sweep
     assert start["world"] == 2
     jobs = slurm("scontrol", "show", "job").stdout.split("\n\n")
     assert ["NumNodes=2 " in job for job in jobs if "JobState=COMPLETED" in job and str(out) in job] == [True]
+
+
+def test_a_submitted_run_asks_for_what_a_real_slurm_takes_and_has_its_log(
+    slurm: Run, meshtune: Command, settings: Settings, tmp_path: Path
+) -> None:
+    """Two machines of one rank; the speed of the processor is a made one."""
+    meshtune("train", *settings(f"output={tmp_path / 'one'}"))
+    cluster = "cluster={gpu: cpu, gpus: 2, gpus_per_node: 1, efficiency: {matmul: 0.5}, time_limit: 2h}"
+    words = [*settings(f"output={tmp_path / 'my run'}", "layout=zero3x2"), cluster, "--to", "slurm"]
+
+    def submit(*words: object) -> "subprocess.CompletedProcess[str]":
+        inside = 'cd "$0" && PATH="$1:$PATH" && shift && exec python -m meshtune submit "$@"'
+        return slurm("bash", "-c", inside, tmp_path, Path(sys.executable).parent, *words)
+
+    extra = "cluster.slurm.extra=['--comment=a study']"
+    written = submit(*words, extra, "--write", "files")
+    assert written.returncode == 0, written.stderr
+    tried = slurm("sbatch", "--test-only", tmp_path / "files" / "job.sbatch")
+    assert tried.returncode == 0, tried.stderr
+    refused = submit(*words, "cluster.slurm.partition=gpus")
+    assert refused.returncode == 2 and "Change cluster.slurm.partition." in refused.stderr
+
+    sent = submit(*words, extra, "--json")
+    assert sent.returncode == 0, sent.stderr
+    job = json.loads(sent.stdout)["job"]
+    number = job.removeprefix("slurm:")
+    wait_until(lambda: "COMPLETED" in slurm("scontrol", "show", "job", number).stdout, seconds=500)
+    assert submit("status", job).stdout == f"Slurm's job {number} has ended: COMPLETED.\n"
+    assert "submitted job" in submit("logs", job).stdout
+    assert [loss for _, loss, _ in losses(tmp_path / "my run")] == pytest.approx(
+        [loss for _, loss, _ in losses(tmp_path / "one")], rel=1e-5
+    )

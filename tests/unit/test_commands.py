@@ -10,6 +10,7 @@ from golden import refuses
 from meshtune.cli import app
 from meshtune.commands.command import EXAMPLES
 from meshtune.commands.plan import SUBCOMMANDS
+from meshtune.commands.submit import SUBCOMMANDS as OF_JOBS
 from meshtune.errors import UserError
 from meshtune.tools.table import toml
 
@@ -19,6 +20,7 @@ COMMANDS = typer.main.get_command(app)
 @pytest.mark.ci
 def test_each_command_has_an_example_that_it_can_read() -> None:
     names = {*COMMANDS.commands, *(f"plan {name}" for name in SUBCOMMANDS)}  # pyright: ignore
+    names |= {f"submit {name}" for name in OF_JOBS}
     assert {*EXAMPLES} == names
     for name, example in EXAMPLES.items():
         words = example.replace("'Why is the sky blue?'", "why").split()[1:]

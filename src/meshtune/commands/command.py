@@ -1,8 +1,11 @@
 """The classes of all commands: their help, and answers to commands and options that do not exist."""
 
 import inspect
+from collections.abc import Callable, Mapping
+from itertools import takewhile
 from typing import Any
 
+import typer
 from typer.core import TyperCommand, TyperGroup
 
 from meshtune.errors import UserError
@@ -23,6 +26,10 @@ EXAMPLES = {
     "calibrate": "meshtune calibrate runs",
     "train": "meshtune train run.yaml train.learning_rate=1e-4",
     "sweep": "meshtune sweep sweep.yaml",
+    "submit": "meshtune submit run.yaml --to slurm",
+    "submit status": "meshtune submit status slurm:1234",
+    "submit logs": "meshtune submit logs slurm:1234",
+    "submit cancel": "meshtune submit cancel slurm:1234",
     "eval": "meshtune eval runs/my-run data.eval=test.jsonl",
     "generate": "meshtune generate runs/my-run -p 'Why is the sky blue?'",
     "chat": "meshtune chat runs/my-run",
@@ -80,6 +87,22 @@ class Command(Help, TyperCommand):
             if sentence := setting_meant(str(self.name), option, words):
                 raise UserError(f"No such option {option}: {sentence}") from None
             raise
+
+
+class WithSubcommands(Command):
+    """A command whose first word may be one of `subcommands`, each a command with options of its own."""
+
+    subcommands: Mapping[str, Callable[..., None]] = {}
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        flags = [*takewhile(lambda word: word.startswith("-"), args)]  # --json explain LAYOUT
+        if args[len(flags) : len(flags) + 1] and args[len(flags)] in self.subcommands:
+            args = [*args[len(flags) :], *flags]
+        if not args or args[0] not in self.subcommands:
+            return super().make_context(info_name, args, parent, **extra)
+        commands, name = typer.Typer(add_completion=False), f"{info_name} {args[0]}"
+        commands.command(f"{self.name} {args[0]}", cls=Command)(self.subcommands[args[0]])
+        return typer.main.get_command(commands).make_context(name, args[1:], parent, **extra)
 
 
 class Group(Help, TyperGroup):

@@ -32,10 +32,8 @@ def complete_settings(context: typer.Context, incomplete: str) -> list[Word]:
         sections = dict.fromkeys(re.sub(r"(?<=\.).*", "", key) for key in options)
         return [(word, "") for word in sections] if before else []
     names: list[str] = []
-    if context.info_name == "plan" and not before:
-        from meshtune.commands.plan import SUBCOMMANDS
-
-        names = [name for name in SUBCOMMANDS if name.startswith(incomplete)]
+    if not before:
+        names = [name for name in getattr(context.command, "subcommands", ()) if name.startswith(incomplete)]
     keys = [key for key in options if key.startswith(incomplete)]
     if len(keys) == 1 and not names:  # two words at least, after whose common part the shell writes no space
         words = values(keys[0], "", options[keys[0]]) or [(_yaml(options[keys[0]].get("default")), "")]

@@ -57,6 +57,10 @@ Plot = Annotated[
 PlotWidth = Annotated[
     str | None, typer.Option("--width", metavar="84mm", help="of the pictures on paper: mm, cm, in or pt")
 ]
+By = Annotated[
+    str | None, typer.Option(metavar="TIME", help="the longest time of the run, such as 48h or 2d12h")
+]
+Budget = Annotated[float | None, typer.Option(help="the most that the run may cost")]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout, all else on stderr")]
 
 

@@ -4,21 +4,24 @@ Other questions on the same settings are sub-commands with options of their own 
 `meshtune plan explain LAYOUT`, `compare`, `max` and `export`.
 """
 
+import json
 import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshtune.commands import verify as verification
-from meshtune.commands.command import Command
+from meshtune.commands.command import WithSubcommands
 from meshtune.commands.complete import complete_layout
 from meshtune.commands.options import (
     AsJson,
+    Budget,
+    By,
     Plot,
     PlotWidth,
     Settings,
@@ -29,16 +32,18 @@ from meshtune.commands.options import (
     show,
     split,
 )
-from meshtune.errors import UserError, expanded
+from meshtune.errors import NothingFits, UserError, expanded
 from meshtune.plan.programs import MESHTUNE
-from meshtune.units import counted, working
+from meshtune.units import GIB, counted, working
 from meshtune.yaml_tree import YAML
 
 if TYPE_CHECKING:
     from meshtune.config import Config
     from meshtune.plan.answer import Answer
+    from meshtune.plan.search import Choice
     from meshtune.report.draw.document import Document
     from meshtune.report.draw.picture import Target
+    from meshtune.report.dryrun.beside import Facts
     from meshtune.tools.export import Written
 
 MOST_COMPARED = 6  # layouts in one table
@@ -49,10 +54,6 @@ Gpus = Annotated[
     typer.Option(metavar="N,NxKIND,…", help="compare clusters, such as 16,32 or 8xh100-sxm,8xmi300x"),
 ]
 Sort = Annotated[str, typer.Option(help="what the first is best in: speed, cost, gpus, memory")]
-By = Annotated[
-    str | None, typer.Option(metavar="TIME", help="the longest time of the run, such as 48h or 2d12h")
-]
-Budget = Annotated[float | None, typer.Option(help="the most that the run may cost")]
 Params = Annotated[
     str | None,
     typer.Option(metavar="N", help="plan a typical Llama of N parameters (13e9, 13B) instead of a model"),
@@ -63,22 +64,6 @@ MemoryBudget = Annotated[
 ]
 Top = Annotated[int, typer.Option(min=1, help="layouts in --full, on the page and in --json")]
 Full = Annotated[bool, typer.Option("--full", help="all reasons, other batches, and what was left out")]
-
-
-class WithSubcommands(Command):
-    """`meshtune plan`, whose first word may be one of SUBCOMMANDS."""
-
-    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        args = in_new_words(args)
-        flags = [*takewhile(lambda word: word.startswith("-"), args)]  # --json explain LAYOUT
-        if args[len(flags) : len(flags) + 1] and args[len(flags)] in SUBCOMMANDS:
-            args = [*args[len(flags) :], *flags]
-        if not args or args[0] not in SUBCOMMANDS:
-            return super().make_context(info_name, args, parent, **extra)
-        commands = typer.Typer(add_completion=False)
-        name = f"{info_name} {args[0]}"
-        commands.command(f"plan {args[0]}", cls=Command)(SUBCOMMANDS[args[0]])
-        return typer.main.get_command(commands).make_context(name, args[1:], parent, **extra)
 
 
 def in_new_words(args: list[str]) -> list[str]:
@@ -126,7 +111,7 @@ def plan(
     Other questions: meshtune plan explain, compare, max and export; each has its own --help.
     """
     if verify:
-        verification.check(tool)
+        check_verified(tool)
     config = config_of(settings, memory_budget, params)
     search(
         config, settings or [], tool=tool, top=top, full=full, verify=verify, plot=pictures_to(plot, width),
@@ -256,6 +241,15 @@ def export(
 SUBCOMMANDS = {"explain": explain, "compare": compare, "max": largest, "export": export}
 
 
+class Plan(WithSubcommands):
+    """`meshtune plan`."""
+
+    subcommands = SUBCOMMANDS
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        return super().make_context(info_name, in_new_words(args), parent, **extra)
+
+
 def config_of(
     settings: list[str] | None,
     memory_budget: str | None,
@@ -299,7 +293,7 @@ def search(
     settings: words of the command line that `meshtune train` takes too. tool: that runs the layout. plot: for
     charts; None: none. export_to: the folder that gets the tool's configuration; None: none. verify:
     how many of the best layouts are dry-run, 0 or more. clusters: gpus, sort, by and budget, as
-    `api.plan.plan` takes them. Raises as that, and as `verify.verified`.
+    `api.plan.plan` takes them. Raises as that, and as `verified`.
     """
     from meshtune.api import plan as api
     from meshtune.report.dryrun import beside
@@ -317,7 +311,7 @@ def search(
     if not as_json or not verify:
         show(document, as_json=as_json)
     if verify:
-        simulated = verification.verified(config, best.best(verify))
+        simulated = verified(config, best.best(verify))
         facts = {**document.facts, "verified": simulated}
         show(replace(beside.verified(simulated), facts=facts), as_json=as_json)
     if plot:
@@ -419,3 +413,33 @@ def write_export(config: "Config", answer: "Answer", folder: Path) -> "Written":
         adapts_experts=work.adapts_experts,
     )  # fmt: skip
     return write(tool, exported, choice.layout, folder)
+
+
+# --verify #
+
+
+def check_verified(tool: str) -> None:
+    """Raise UserError for a plan for another tool, whose step can't be simulated."""
+    if tool != MESHTUNE.name:
+        raise UserError(f"--verify runs meshtune's own training step, not that of {tool}; leave --for out.")
+
+
+def verified(config: "Config", choices: Sequence["Choice"]) -> "list[Facts]":
+    """Dry-run these layouts of one cluster, and return the facts of each; progress goes to stderr. A process
+    of its own does it: planning never imports the training step.
+
+    Raises SystemExit with the exit code of a dry run that failed; it has printed why.
+    """
+    cluster = choices[0].cluster
+    layouts = ",".join(str(choice.layout) for choice in choices)
+    words = ["--layout", layouts, "--gpus", str(cluster.gpus), "--gpu", cluster.gpu.name, "--json"]
+    words.append(f"cluster.memory_gib={cluster.memory / GIB}")  # of GPUs seen here it is the driver's
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "plan.yaml")
+        file.write_text(config.to_yaml(), encoding="utf-8")
+        command = [sys.executable, "-m", "meshtune", "dryrun", str(file), *words]
+        ended = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if ended.returncode not in (0, NothingFits.exit_code) or not ended.stdout:
+        raise SystemExit(ended.returncode)
+    document = json.loads(ended.stdout)
+    return document.get("layouts", [document])

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError, traceback_of
+from meshtune.errors import Interrupted, NonFinite, NoProgress, RankFailed, UserError, traceback_of
 from meshtune.filesystem import try_lock
 from meshtune.launch.failure import (
     MachineClaim,
@@ -247,10 +247,10 @@ def wait_for(processes: list[BaseProcess], grace: float, failed: Callable[[], No
     """Wait for all ranks; return local rank -> when it ended unasked, in seconds since the epoch.
 
     processes: in rank order. failed: called at the first failure. Ranks that still run `grace` seconds after
-    it are killed, and are not in the result. The exit codes of Interrupted and NonFinite do not count as a
-    failure here: those reach all ranks together, and the others get the time that they need.
+    it are killed, and are not in the result. The exit codes of Interrupted, NoProgress and NonFinite do not
+    count as a failure here: those reach all ranks together, and the others get the time that they need.
     """
-    no_failure = (0, NonFinite.exit_code, Interrupted.exit_code)
+    no_failure = (0, NonFinite.exit_code, Interrupted.exit_code, NoProgress.exit_code)
     ended: dict[int, float] = {}
     deadline = None
     # Not those that are alive now: one that has just ended would never be looked at.

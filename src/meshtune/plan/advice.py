@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshtune.layout import MODEL_AXES, Layout
-from meshtune.optimizers import caution, checkpoint_bytes
+from meshtune.optimizers import caution
 from meshtune.placement.columns import Columns
 from meshtune.plan.candidates import is_uneven
 from meshtune.plan.changes import BATCHES, NOTABLE_SAVING, Change, Outcome, best_layout, changes, searched
@@ -125,7 +125,7 @@ def reasoning(plan: Plan, choice: Choice) -> list[str]:
     memory = explained(workload, cluster, one_copy).memory
     states = memory.weights + memory.gradients + memory.optimizer
     copied = ", with the copy of the head's gradient at the peak" * bool(workload.work.head_trainable)
-    checkpoint = human(checkpoint_bytes(trained, workload.precision, workload.optimizer))
+    checkpoint = human(workload.checkpoint_bytes)
     saved = f" A checkpoint has {checkpoint} of weights and optimizer states." * (workload.tool is MESHTUNE)
     ranks, steps = layout.data_ranks, layout.gradient_accumulation_steps
     model_axes = " x ".join(f"{getattr(layout, axis)} {axis}" for axis in MODEL_AXES)

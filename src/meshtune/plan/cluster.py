@@ -31,6 +31,7 @@ from meshtune.yaml_tree import read_toml, read_yaml
 MARGIN = 0.04  # share of a GPU's memory that a plan leaves free, on a kind with a measured matmul rate
 UNMEASURED_MARGIN = 0.10  # on any other kind
 ON_PROCESSORS = ("memory_margin", "memory_budget_gib")  # settings that count for ranks on a processor
+FOR_SUBMIT = ("storage", "time_limit", "slurm", "sky", "kubeflow", "ray", "dstack")  # read by it only
 NETWORK_SHARE = 0.7  # of the network's bandwidth that collectives reach, until it is measured
 
 
@@ -239,13 +240,14 @@ def unused_here(config: Config, ranks: int, gpus: Sequence[tuple[str, float]]) -
     The arguments are those of `cluster_here`.
     """
     settings = config.cluster_config
-    wanted = {name: value for name, value in settings if value != getattr(ClusterConfig(), name)}
-    unused = {"gpus"} if gpus or _measured_processor(settings) else wanted.keys() - {*ON_PROCESSORS}
+    default = ClusterConfig()
+    wanted = {name for name, value in settings if value != getattr(default, name)} - {*FOR_SUBMIT}
+    unused = {"gpus"} if gpus or _measured_processor(settings) else wanted - {*ON_PROCESSORS}
     if settings.gpus == ranks:
         unused -= {"gpus"}
     if settings.gpu and kind_named(settings.gpu, kinds_of(settings.hardware)).processor:
         unused -= {"gpu"}
-    names = [f"cluster.{name}" for name in wanted if name in unused]
+    names = [f"cluster.{name}" for name, _ in settings if name in wanted & unused]
     if not names:
         return []
     where = "the GPUs here" if gpus else "this machine's processor"

@@ -238,10 +238,13 @@ def bounds_of(by: str | timedelta | None, budget: float | None) -> Bounds:
 DURATION = re.compile(r"(?:\s*\d+(?:\.\d+)?\s*(?:d|h|min))+\s*")
 
 
-def seconds_of(text: str) -> float:
-    """Seconds of a time such as "48h", "2d12h" or "90min". Raises UserError for any other text and for 0."""
+def seconds_of(text: str, option: str = "--by ") -> float:
+    """Seconds of a time such as "48h", "2d12h" or "90min". Raises UserError for any other text and for 0.
+
+    option: that has the text, for the error.
+    """
     units = {"d": 86400, "h": 3600, "min": 60}
     parts = re.findall(r"(\d+(?:\.\d+)?)\s*(d|h|min)", text) if DURATION.fullmatch(text) else []
     if not (seconds := sum(float(number) * units[unit] for number, unit in parts)):
-        raise UserError(f"--by {text}: write a time above 0, such as 48h, 2d12h or 90min.")
+        raise UserError(f"{option}{text}: write a time above 0, such as 48h, 2d12h or 90min.")
     return seconds

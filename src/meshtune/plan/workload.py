@@ -14,6 +14,7 @@ from meshtune.errors import UserError
 from meshtune.launch.installed import FLASH_4, newest_flash
 from meshtune.layout import Layout
 from meshtune.objectives import OBJECTIVES
+from meshtune.optimizers import checkpoint_bytes
 from meshtune.placement.census import takes_flash
 from meshtune.placement.columns import Columns
 from meshtune.placement.experts import BalanceSpec, splittable
@@ -66,6 +67,12 @@ class Workload:
     def summed_dtype(self) -> str:
         """The dtype that gradients are summed in."""
         return PRECISIONS[self.precision].summed(self.reduce_dtype)
+
+    @property
+    def checkpoint_bytes(self) -> float:
+        """Bytes of a checkpoint: the trained weights and their optimizer states."""
+        trained = float(self.work.parameters) * float(self.work.trainable)
+        return checkpoint_bytes(trained, self.precision, self.optimizer)
 
     @property
     def document_tokens(self) -> float | None:

@@ -14,7 +14,6 @@ import math
 import os
 import re
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,15 @@ from typing import Any
 
 from meshtune.errors import Interrupted, UserError
 from meshtune.launch.place import nodes_of_job
+from meshtune.launch.slurm import (
+    FORGOTTEN,
+    PER_NODE,
+    long_options,
+    option_problems,
+    option_words,
+    slurm_output,
+    state_of,
+)
 from meshtune.rundir import write_settings, write_text_atomically
 from meshtune.study.children import Child, Task
 from meshtune.study.runner import POLL, Log, Progress, Signals, stop
@@ -47,11 +55,9 @@ MISSED = 3  # looks without the task and without its result, after which it has 
 SPARE = 300.0  # seconds of a job beyond the experiment's limit
 STATES = {"TIMEOUT": TIMED_OUT, "OUT_OF_MEMORY": OUT_OF_MEMORY}  # Slurm's state -> status; others crashed
 AGAIN = ("CANCELLED", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL")  # states after which an experiment waits again
-PER_NODE = "gpus-per-node"  # option: a number, or kind:number
 # Options that the sweep sets itself.
 OURS = ("array", "chdir", "hold", "output", "parsable", "job-name", "nodes", "ntasks", "ntasks-per-node")
 COLLECTS = "the same command collects their results"
-FORGOTTEN = "Invalid job id"  # in the error for a job that the controller has dropped
 HELD = "JobHeldUser"  # Slurm's reason of a job that was submitted held
 
 
@@ -59,23 +65,9 @@ def check_sbatch(options: Mapping[str, Any]) -> None:
     """Raise UserError for options of sbatch that the sweep sets itself, for names that are none, and for a
     number of GPUs that can't be read.
     """
-    names = long_options(options)
-    problems = [f"slurm.{name} is set by the sweep; leave it out." for name in names if name in OURS]
-    problems += [
-        f"slurm.{name} isn't a long option of sbatch; write it as in partition: gpu."
-        for name in names
-        if not re.fullmatch(r"[a-z][a-z-]+", name)
-    ]
-    per_node = str(names.get(PER_NODE, "1"))
-    if not re.fullmatch(r"([\w.-]+:)?[1-9]\d{0,3}", per_node):
-        problems.append(f"slurm.{PER_NODE} = {per_node}: write a number of GPUs, 8 or h100:8.")
+    problems = [*option_problems(long_options(options), OURS, "slurm.", "the sweep")]
     if problems:
         raise UserError(problems)
-
-
-def long_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of sbatch by their names as sbatch writes them: gpus-per-node for gpus_per_node."""
-    return {str(name).lstrip("-").replace("_", "-"): value for name, value in options.items()}
 
 
 def script_of(folder: Path, sweep: str) -> str:
@@ -175,22 +167,7 @@ def resources(task: Task, options: Mapping[str, Any]) -> list[str]:
     words: dict[str, Any] = {"nodes": task.world // per_node, "ntasks-per-node": per_node, "time": minutes}
     if not task.on_processor:
         words[PER_NODE] = f"{kind}{colon}{per_node}"
-    return [
-        f"--{name}" if value is True else f"--{name}={value}"
-        for name, value in {**words, **given}.items()
-        if value is not False
-    ]
-
-
-def slurm_output(*words: str) -> str:
-    """Output of one of Slurm's commands. Raises UserError, with its words, if it is missing or fails."""
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=120, start_new_session=True)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"--slurm needs {words[0]}, which can't be run: {error}.") from None
-    if done.returncode:
-        raise UserError(f"{words[0]} refused: {' '.join(done.stderr.split())}")
-    return done.stdout
+    return option_words({**words, **given})
 
 
 def largest_array() -> int:
@@ -247,22 +224,6 @@ def ended_without(row: Row) -> Outcome | None:
         ended = f"Slurm has forgotten its task {row.job}, which left no result"
     reason = f"{ended}; see slurm/{row.job}.out. `--retry crashed` runs it again."
     return Outcome(STATES.get(state, CRASHED), reason)
-
-
-def state_of(job: str) -> str:
-    """State of a task that has ended, by the controller or, where that has forgotten it, by the accounting;
-    empty where that does not know it or is not there. Raises UserError if the controller does not answer.
-    """
-    try:
-        words = slurm_output("scontrol", "show", "job", job).partition("JobState=")[2]
-    except UserError as error:
-        if FORGOTTEN not in str(error):
-            raise
-        words = ""
-        with suppress(UserError):
-            options = ("--noheader", "--parsable2", "--allocations", "--format=State")
-            words = slurm_output("sacct", *options, f"--jobs={job}")
-    return re.findall("^[A-Z_]*", words)[0]
 
 
 def follow(store: Store, folder: Path, progress: Progress, log: Log) -> None:

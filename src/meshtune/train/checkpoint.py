@@ -39,7 +39,7 @@ from meshtune import filesystem
 from meshtune.errors import UserError
 from meshtune.filesystem import sync
 from meshtune.model.pieces import Piece
-from meshtune.rundir import disk_is_full, write_atomically, write_text_atomically
+from meshtune.rundir import disk_is_full, saved_steps, write_atomically, write_text_atomically
 from meshtune.train.checkpoint_files import (
     CANNOT_BE_READ,
     HASH,
@@ -57,7 +57,6 @@ from meshtune.train.checkpoint_files import (
     read,
     read_manifest,
     reason_of,
-    saved_steps,
     separate_tied,
     size_and_hash,
     write,

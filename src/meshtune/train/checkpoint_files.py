@@ -52,16 +52,11 @@ from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from meshtune.errors import UserError, explained
 from meshtune.filesystem import replace, sync
 from meshtune.model.pieces import Piece
+from meshtune.rundir import saved_steps
 from meshtune.units import human
 
 HASH = "xxh3_128"  # finds damage; sha256 takes 20 times as long where the CPU has no SHA instructions
 CANNOT_BE_READ = "cannot be read"  # unlike damage, this may pass: a network disk, permissions
-
-
-def saved_steps(folder: Path) -> list[int]:
-    """Steps that have a checkpoint in `folder`, oldest first."""
-    names = (path.name.removeprefix("step-") for path in folder.glob("step-*") if path.is_dir())
-    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

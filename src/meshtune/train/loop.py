@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshtune.data.batch import Batch
 from meshtune.data.loader import Loader, ahead
-from meshtune.errors import Interrupted, NonFinite, UserError, explained, is_out_of_memory
+from meshtune.errors import Interrupted, NonFinite, NoProgress, UserError, explained, is_out_of_memory
 from meshtune.launch.signals import EvaluationStopped, StopRequest
 from meshtune.meter.causes import causes
 from meshtune.meter.noise_scale import with_measurement
@@ -44,6 +44,8 @@ UNUSABLE = (
     "Use a checkpoint that this version of meshtune wrote, or set checkpoint.resume=never and "
     "output_exists=new."
 )
+
+MOST_STOPS = 3  # by signals, in a row, without a new checkpoint
 
 STEADIER = (
     "Try a lower train.learning_rate, a longer warm-up, or train.precision=fp32; `meshtune data` shows the "
@@ -462,7 +464,7 @@ def saved_on_stop(run: Run) -> Iterator[None]:
 
 
 def interrupted(run: Run) -> Interrupted:
-    """The error that ends a run after a signal, once the checkpoint is on the disk."""
+    """The error that ends a run after a signal, once the checkpoint is on the disk. Every rank calls it."""
     run.checkpoints.wait()
     step, signal = run.progress.step, run.stop.requested or "a signal to another rank"
     saved = (
@@ -473,7 +475,15 @@ def interrupted(run: Run) -> Interrupted:
     if not step:
         saved = "The same command begins again."
     end(run, f"stopped by {signal}")
-    return Interrupted(f"Stopped by {signal} after step {step} of {run.steps}. {saved}")
+    stopped = f"Stopped by {signal} after step {step} of {run.steps}"
+    times = run.world.broadcast_object(run.folder.stops_without_progress() if run.world.main else 0)
+    if times < MOST_STOPS:
+        return Interrupted(f"{stopped}. {saved}")
+    return NoProgress(
+        f"{stopped}: {times} stops in a row left no new checkpoint, so this ends with exit code "
+        f"{NoProgress.exit_code}, which no queue repeats. Give it more time than a start, a step and a "
+        f"checkpoint need. {saved}"
+    )
 
 
 def stopped_nonfinite(run: Run, steps: int, batch: Batch) -> str:

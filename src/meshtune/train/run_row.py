@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 import subprocess
 import uuid
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +21,7 @@ from meshtune.launch.installed import processor_name
 from meshtune.launch.rank import cores
 from meshtune.meter.rows import time_now
 from meshtune.model.stored import BASE_DIGEST
+from meshtune.rundir import EXPECTED
 from meshtune.yaml_tree import read_yaml
 
 if TYPE_CHECKING:
@@ -45,6 +49,7 @@ def run_row(settings: Row, run: Run, model: RankModel, prepared: Prepared, resum
         "resumed_from": resumed,
         **hosts,
         **predicted(run.folder),
+        **expected(),
     }
 
 
@@ -97,6 +102,13 @@ def predicted(folder: RunDir) -> dict[str, Any]:
     """`predicted` of the folder's plan.yaml; {} for a model or devices that the planner can't predict."""
     plan = read_yaml(folder.plan_file)
     return {"predicted": plan["predicted"]} if "predicted" in plan else {}
+
+
+def expected() -> dict[str, Any]:
+    """`expected` of the job that `meshtune submit` sent; {} for a run that was not submitted."""
+    with suppress(ValueError):
+        return {"expected": json.loads(os.environ[EXPECTED])} if EXPECTED in os.environ else {}
+    raise UserError(f"{EXPECTED}={os.environ[EXPECTED]} is not what `meshtune submit` wrote; unset it.")
 
 
 # Hardware, software and source code that a result depends on #

@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ from meshtune.parallel.mesh import Axis
 from meshtune.report.compare import compare
 from meshtune.report.run.summary import summarise
 from meshtune.report.run.tables import headline
-from meshtune.rundir import RunDir
+from meshtune.rundir import EXPECTED, RunDir
 from meshtune.train import evaluate, generate, loop, trackers
 from meshtune.train.checkpoint_files import size_and_hash
 from meshtune.units import duration
@@ -642,6 +643,38 @@ def test_a_stop_whose_checkpoint_failed_says_so(
     run.stop.requested = "SIGTERM"
     with pytest.raises(Interrupted, match=r"could not be saved. No checkpoint was saved yet"):
         loop.train(run)
+
+
+def test_the_third_stop_without_a_new_checkpoint_ends_with_a_code_that_no_queue_repeats(
+    train: Train, settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(number: int, *, saves: bool) -> int:
+        run = build.build(config.load(None, settings("checkpoint.async_save=false", "data.eval=[]")))
+        if not saves:
+            monkeypatch.setattr(run.checkpoints, "_write", lambda *_: "no room")
+        run.stop.requested = "SIGUSR1"
+        with refuses(Interrupted) if number == 3 else pytest.raises(Interrupted) as info:
+            loop.train(run)
+        return info.value.exit_code
+
+    assert [stopped(number, saves=False) for number in (1, 2, 3)] == [75, 75, 5]
+    assert stopped(0, saves=True) == 75
+    assert [stopped(number, saves=False) for number in (1, 2, 3)] == [75, 75, 5]
+    assert train("checkpoint.async_save=false", "data.eval=[]").folder.rows("run")[-1]["resumed_from"] == 1
+
+
+def test_a_submitted_run_is_compared_with_what_its_job_was_expected_to_take(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(EXPECTED, '{"seconds":3600,"most":7200,"gpus":8,"price":2.5,"currency":"USD"}')
+    run = train()
+    (first,), (last,) = run.folder.rows("run"), run.folder.rows("end")
+    started, ended = map(datetime.fromisoformat, (first["started"], last["ended"]))
+    job = summarise(run.folder).job or {}
+    assert job["seconds"] == (ended - started).total_seconds() and job["expected_cost"] == 8 * 2.5
+    assert job["cost"] == pytest.approx(8 * 2.5 * job["seconds"] / 3600)
+    took = "of 1 h 0 min expected (at most 2 h 0 min)"
+    assert took in dict(headline(summarise(run.folder)))["submitted job"]
 
 
 @pytest.mark.ci

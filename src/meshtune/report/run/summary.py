@@ -6,7 +6,9 @@ The terminal's summary, the page and `--json` all show this value, so they can't
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from functools import cached_property
+from itertools import dropwhile, pairwise
 from statistics import median
 from typing import Any
 
@@ -96,6 +98,7 @@ class Summary:
     report: str | None = None  # None until it exists
     causes: tuple[Cause, ...] = ()  # that make the run slow, the costliest first; empty where it is healthy
     left_out: str = ""  # a sentence on lines of its files that aren't rows; "" where all are
+    job: dict[str, Any] | None = None  # of `meshtune submit`: expected and measured; None: not submitted
     layouts: tuple[Stretch, ...] = ()  # more than one where a run resumed under another
 
     @property
@@ -143,6 +146,7 @@ def summarise(run: RunDir, rows: Sequence[Row] | None = None, *, samples: bool =
         causes=causes_of(rows),
         left_out=run.left_out(rows.left_out, run.samples().left_out if samples else ()),
         layouts=layouts_of(of_kind(rows, "run")),
+        job=job_of(rows),
     )
     known = grown(known, rows)
     train = of_kind(rows, "train")
@@ -213,6 +217,27 @@ def layouts_of(starts: Sequence[Row]) -> tuple[Stretch, ...]:
         if row.get("layout") and [one.layout for one in stretches[-1:]] != [row["layout"]]:
             stretches.append(Stretch(row["layout"], first_step))
     return tuple(stretches)
+
+
+def job_of(rows: Sequence[Row]) -> dict[str, Any] | None:
+    """Time and price that a submitted run was expected to take, and that its starts took; None for
+    others. Of a start that was killed, the seconds of its steps are counted.
+    """
+    starts = [place for place, row in enumerate(rows) if row.get("kind") == "run"]
+    starts = [*dropwhile(lambda place: not rows[place].get("expected"), starts)]
+    if not starts:
+        return None
+    seconds, expected = 0.0, rows[starts[0]]["expected"]
+    for first, last in pairwise([*starts, len(rows)]):
+        ended = values(of_kind(rows[first:last], "end"), "ended")
+        if ended and (started := rows[first].get("started")):
+            seconds += (datetime.fromisoformat(ended[-1]) - datetime.fromisoformat(started)).total_seconds()
+        else:
+            seconds += sum(values(of_kind(rows[first:last], "train"), "step_seconds"))
+    hourly = None if expected["price"] is None else expected["price"] * expected["gpus"] / 3600
+    times = {"expected_seconds": expected["seconds"], "most_seconds": expected["most"], "seconds": seconds}
+    costs = {name.replace("seconds", "cost"): hourly and hourly * time for name, time in times.items()}
+    return {**times, **costs, "currency": expected.get("currency", "")}
 
 
 def causes_of(rows: Sequence[Row]) -> tuple[Cause, ...]:

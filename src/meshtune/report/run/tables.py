@@ -11,6 +11,7 @@ from rich.text import Text
 
 from meshtune.meter.rows import matches, unfinished_answers
 from meshtune.objectives import OBJECTIVES
+from meshtune.plan.cost import money
 from meshtune.report.draw.document import Section
 from meshtune.report.draw.table import facts
 from meshtune.report.run.summary import Summary, objective_of, samples_of, summarise, values
@@ -92,6 +93,15 @@ def headline(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.seconds is not None:
         tokens = f" · {count(summary.tokens)} tokens" if summary.tokens else ""
         yield "time of steps", duration(summary.seconds) + tokens
+    if job := summary.job:
+        took = [
+            f"{duration(job['seconds'])} of {duration(job['expected_seconds'])} expected (at most "
+            f"{duration(job['most_seconds'])})"
+        ]
+        if job["cost"] is not None:
+            amounts = (money(job[name], job["currency"]) for name in ("cost", "expected_cost", "most_cost"))
+            took.append("{} of {} expected (at most {})".format(*amounts))
+        yield "submitted job", " · ".join(took)
     if (peak := summary.peak_memory_bytes) is not None:
         process = summary.peak_resident_bytes
         yield "peak memory", human(peak) + (f" (process {human(process)})" if process else "")

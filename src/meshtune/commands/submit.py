@@ -1,0 +1,91 @@
+"""`meshtune submit`: a run as a job of a cluster, with its limits from the plan.
+
+`meshtune submit status JOB`, `logs` and `cancel` are sub-commands (SUBCOMMANDS).
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshtune.commands.command import WithSubcommands
+from meshtune.commands.options import AsJson, Budget, By, Settings, announce, folder_of, log, show, split
+from meshtune.units import working
+
+FOLDER = Path("jobs")  # has a folder for the files of each job that is sent
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="as submit printed it, such as slurm:1234")]
+
+
+def submit(
+    settings: Settings = None,
+    *,
+    to: Annotated[str, typer.Option(metavar="ENGINE", help="what runs the job, such as slurm")],
+    write: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="write the job's files there, and submit nothing")
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="machines; default: of cluster.gpus, or within the bounds")
+    ] = None,
+    by: By = None,
+    budget: Budget = None,
+    as_json: AsJson = False,
+) -> None:
+    """Submit a run to a cluster: machines, layout, time limit, stop signal and price are the plan's, and a
+    run that is stopped before its end is resumed.
+
+    Later: meshtune submit status JOB, logs JOB and cancel JOB; each has its own --help.
+    """
+    file, overrides = split(settings)
+    folder = folder_of("--write", write)
+    announce(file)
+    from meshtune import config
+    from meshtune.api.plan import PLANNING
+    from meshtune.report.draw.document import Document, Section
+    from meshtune.submit import engines
+    from meshtune.submit.job import job_of
+
+    engine = engines.ENGINES[to]
+    settings_of_run, words = config.load(file, overrides), [*([file] if file else []), *overrides]
+    with working(PLANNING) as count:
+        job = job_of(settings_of_run, words, nodes=nodes, by=by, budget=budget, log=log, count=count)
+    paths = engines.write(engines.files_of(settings_of_run, to, job), folder or FOLDER / job.name)
+    lines, name = [*job.comments, f"Written: {', '.join(map(str, paths))}."], None
+    if folder is None:
+        name = f"{to}:{engine.send(FOLDER / job.name)}"
+        lines.append(f"Submitted as {name}; `meshtune submit status {name}` has its state.")
+    facts = job.facts() | {"job": name, "files": [*map(str, paths)]}
+    show(Document(job.name, [Section("", lines)], facts), as_json=as_json)
+
+
+def status(job: JobName) -> None:
+    """Print the state of a job."""
+    from meshtune.submit.engines import found
+
+    engine, number = found(job)
+    print(engine.status(number))
+
+
+def logs(job: JobName) -> None:
+    """Print the log of a job, as far as it is written."""
+    from meshtune.submit.engines import found
+
+    engine, number = found(job)
+    for line in engine.logs(number):
+        print(line)
+
+
+def cancel(job: JobName) -> None:
+    """Cancel a job. A run that has begun saves a checkpoint where the engine gives it time."""
+    from meshtune.submit.engines import found
+
+    engine, number = found(job)
+    print(engine.cancel(number))
+
+
+SUBCOMMANDS = {"status": status, "logs": logs, "cancel": cancel}
+
+
+class Submit(WithSubcommands):
+    """`meshtune submit`."""
+
+    subcommands = SUBCOMMANDS

@@ -1,0 +1,71 @@
+"""Slurm's commands: their answers, the options of sbatch, the state of a job."""
+
+import re
+import subprocess
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from meshtune.errors import UserError
+
+FORGOTTEN = "Invalid job id"  # in the error for a job that the controller has dropped
+PER_NODE = "gpus-per-node"  # option: a number, or kind:number
+
+
+def slurm_output(*words: str) -> str:
+    """Output of one of Slurm's commands. Raises UserError, with its words, if it is missing or fails."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120, start_new_session=True)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(
+            f"Slurm's {words[0]} can't be run: {error}. Work on a machine that has it on PATH."
+        ) from None
+    if done.returncode:
+        raise UserError(f"{words[0]} refused: {' '.join(done.stderr.split())}")
+    return done.stdout
+
+
+def long_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of sbatch by their names as sbatch writes them: gpus-per-node for gpus_per_node."""
+    return {str(name).lstrip("-").replace("_", "-"): value for name, value in options.items()}
+
+
+def option_problems(names: Mapping[str, Any], ours: Collection[str], setting: str, by: str) -> Iterator[str]:
+    """Yield a sentence for each option of sbatch that is set elsewhere, for each name that is none, and for a
+    number of GPUs that can't be read.
+
+    names: as `long_options` returns them. ours: options that `by` sets itself. setting: begins their names.
+    """
+    for name in names:
+        if name in ours:
+            yield f"{setting}{name} is set by {by}; leave it out."
+        if not re.fullmatch(r"[a-z][a-z-]+", name):
+            yield f"{setting}{name} isn't a long option of sbatch; write it as in partition: gpu."
+    per_node = str(names.get(PER_NODE, "1"))
+    if not re.fullmatch(r"([\w.-]+:)?[1-9]\d{0,3}", per_node):
+        yield f"{setting}{PER_NODE} = {per_node}: write a number of GPUs, 8 or h100:8."
+
+
+def option_words(options: Mapping[str, Any]) -> list[str]:
+    """Options of sbatch as words: --name for True, nothing for False."""
+    return [
+        f"--{name}" if value is True else f"--{name}={value}"
+        for name, value in options.items()
+        if value is not False
+    ]
+
+
+def state_of(job: str) -> str:
+    """State of a job or task, by the controller or, where that has forgotten it, by the accounting; empty
+    where that does not know it or is not there. Raises UserError if the controller does not answer.
+    """
+    try:
+        words = slurm_output("scontrol", "show", "job", job).partition("JobState=")[2]
+    except UserError as error:
+        if FORGOTTEN not in str(error):
+            raise
+        words = ""
+        with suppress(UserError):
+            options = ("--noheader", "--parsable2", "--allocations", "--format=State")
+            words = slurm_output("sacct", *options, f"--jobs={job}")
+    return re.findall("^[A-Z_]*", words)[0]

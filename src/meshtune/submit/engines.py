@@ -1,0 +1,66 @@
+"""The table of engines, and the names of their jobs: slurm:1234 is the job 1234 of Slurm."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from meshtune.config import Config
+from meshtune.errors import Table, UserError
+from meshtune.rundir import write_text_atomically
+from meshtune.setting import Section
+from meshtune.submit import slurm
+
+if TYPE_CHECKING:
+    from meshtune.submit.job import Job
+
+
+class Engine(Protocol):
+    """A module of this package that submits jobs to one kind of cluster.
+
+    Each function raises UserError where the engine's client is missing or refuses, with its words.
+    """
+
+    def files(self, job: "Job", options: Mapping[str, Any]) -> dict[str, str]:
+        """Texts of the files of a job, by name. options: the engine's section of the settings."""
+        ...
+
+    def send(self, folder: Path) -> str:
+        """Submit what `files` made, now in `folder`; returns the engine's id of the job."""
+        ...
+
+    def status(self, job: str) -> str:
+        """Sentence on a job, by its id."""
+        ...
+
+    def logs(self, job: str) -> Iterator[str]:
+        """Yield the lines of a job's log, as far as it is written."""
+        ...
+
+    def cancel(self, job: str) -> str:
+        """Cancel a job; returns a sentence on it."""
+        ...
+
+
+ENGINES: Mapping[str, Engine] = Table("--to", {"slurm": slurm})
+
+
+def files_of(config: Config, to: str, job: "Job") -> dict[str, str]:
+    """Texts of the files of a job for the engine `to`."""
+    engine, options = ENGINES[to], getattr(config.cluster_config, to)
+    return engine.files(job, options.model_dump() if isinstance(options, Section) else options)
+
+
+def write(files: Mapping[str, str], folder: Path) -> list[Path]:
+    """Write the files of a job; those of an earlier call are replaced. Returns their paths."""
+    for name, text in files.items():
+        write_text_atomically(folder / name, text)
+    return [folder / name for name in files]
+
+
+def found(job: str) -> tuple[Engine, str]:
+    """(The engine, its id) of a job's name. Raises UserError for a name without an engine."""
+    to, colon, number = job.partition(":")
+    if not (colon and number and to in ENGINES):
+        kinds = " or ".join(f"{name}:ID" for name in ENGINES)
+        raise UserError(f"{job} is not the name of a job; write {kinds}, as `meshtune submit` printed it.")
+    return ENGINES[to], number

@@ -1,0 +1,365 @@
+"""The numbers that the files of every engine need: machines, time, margin, price, the command.
+
+    config ──> answer of the plan ──> Job
+
+Seconds of steps, forwards and prices are the plan's. What no plan predicts is assumed (the constants below),
+and named in `Job.comments`.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+
+from meshtune.api.plan import plan
+from meshtune.config import Config, DataConfig
+from meshtune.data.cache import Summary
+from meshtune.errors import NothingFits, UserError, expanded
+from meshtune.length import steps_between
+from meshtune.placement.columns import Columns
+from meshtune.plan.answer import Answer, check_bounds, cluster_sizes
+from meshtune.plan.changes import silent
+from meshtune.plan.cluster import cluster_for
+from meshtune.plan.cost import NO_BOUNDS, Bounds, bounds_of, epoch_of, money, seconds_of, unknown
+from meshtune.plan.search import Choice, times
+from meshtune.rundir import EXPECTED, RunDir, saved_steps
+from meshtune.units import GIB, counted, duration, human
+
+START = 600.0  # seconds until the first step: machines, image, weights, data, compiler
+WRITE = 1e9  # bytes/s that all ranks together write a checkpoint with
+EVALUATION = 10  # global batches of an evaluation whose rows are not counted
+ANSWERS = 120.0  # seconds in which an evaluation generates its answers
+EARLY = 60.0  # seconds by which Slurm may signal earlier
+ERROR = 0.5  # error bar of times on processors, as a share
+CORES = 4  # of a rank
+PROCESS = 8  # GiB of a rank's process in host memory, without what the plan offloads
+MOST_MACHINES = 32  # that are tried where cluster.gpus sets no limit
+MOUNT = "/storage"  # where an object store is mounted
+LOCAL = ("python", "-m", "meshtune", "train")
+NAME = 40  # characters, as the strictest engine allows
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a job's time."""
+
+    name: str
+    seconds: float  # expected
+    most: float  # the upper end of the error bar; the same where `seconds` is assumed
+    how: str  # clause on how it was counted
+
+    def __str__(self) -> str:
+        return f"{self.name} {duration(self.most)} ({self.how})"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run as an engine is asked for it; every engine's file is made of these numbers."""
+
+    name: str  # of lower-case letters, digits and dashes, at most 40
+    machines: int
+    gpus: int  # of each machine; ranks where `processor`
+    gpu: str  # kind, of the catalogue
+    gpu_memory: int  # GiB of each GPU, rounded up
+    processor: bool  # no GPU is asked for
+    cpus: int  # of each machine
+    memory: int  # GiB of host memory of each machine
+    layout: str
+    parts: tuple[Part, ...]  # of the time that is left
+    limit: int  # seconds of one job: all parts, or cluster.time_limit; whole minutes
+    jobs: int  # jobs one after the other that the run needs
+    margin: int  # seconds between the signal and the limit, or of grace: a step, a checkpoint and EARLY
+    price: float | None  # of a GPU-hour; None: not known
+    currency: str
+    command: tuple[str, ...]  # of each rank, or of each machine
+    output: str  # the run folder, as the command has it
+    storage: str  # cluster.storage; "": not set
+    mount: str  # where `storage` is seen on the machines; "": not set
+    environment: Mapping[str, str]  # variables of the command
+    why: tuple[str, ...]  # sentences on the machines and the layout
+    assumed: tuple[str, ...]  # sentences on what no plan predicts
+
+    @property
+    def world(self) -> int:
+        return self.machines * self.gpus
+
+    @property
+    def seconds(self) -> float:
+        """Expected time of all that is left."""
+        return sum(part.seconds for part in self.parts)
+
+    @property
+    def most(self) -> float:
+        """Upper end of `seconds`, in seconds."""
+        return sum(part.most for part in self.parts)
+
+    def cost(self, seconds: float) -> float | None:
+        """Price of that time on all GPUs; None: not known."""
+        return None if self.price is None else seconds / 3600 * self.world * self.price
+
+    @property
+    def size(self) -> str:
+        """Number and kind of machines in words."""
+        kind = "rank" if self.processor else f"x {self.gpu}"
+        gpus = counted(self.gpus, kind) if self.processor else f"{self.gpus} {kind}"
+        return f"{counted(self.machines, 'machine')} of {gpus}"
+
+    def over(self, bounds: Bounds) -> list[float]:
+        """Expected time and price as shares of their bounds, as far as they exceed them."""
+        pairs = (self.seconds, bounds.by), (self.cost(self.seconds), bounds.budget)
+        return [used / most for used, most in pairs if used is not None and most is not None and used > most]
+
+    @property
+    def totals(self) -> list[str]:
+        """Clauses on the expected time and, where there is one, the price."""
+        cost, most = self.cost(self.seconds), self.cost(self.most)
+        times = [f"{duration(self.seconds)} expected, at most {duration(self.most)}"]
+        if cost is None or most is None:
+            return times
+        return [*times, f"{money(cost, self.currency)} expected, at most {money(most, self.currency)}"]
+
+    @property
+    def comments(self) -> list[str]:
+        """Sentences with the numbers, for a file's comments and the terminal."""
+        several = "" if self.jobs == 1 else f", in about {self.jobs} jobs of {duration(self.limit)}"
+        time, *price = self.totals
+        return [
+            f"{self.size}, {self.cpus} CPUs and {self.memory} GiB each. Layout {self.layout}.",
+            *self.why,
+            f"Time: {time}{several}. At most: {', '.join(map(str, self.parts))}.",
+            f"Stop signal: {self.margin} s before the limit, for a step and a checkpoint.",
+            *(f"Price: {clause}." for clause in price),
+            *(f"Assumed: {sentence}" for sentence in self.assumed),
+        ]
+
+    def facts(self) -> dict[str, object]:
+        """The numbers as plain values, for JSON."""
+        return {
+            **{name: value for name, value in vars(self).items() if name != "parts"},
+            "parts": [vars(part) for part in self.parts],
+            "seconds": self.seconds, "most_seconds": self.most,
+            "cost": self.cost(self.seconds), "most_cost": self.cost(self.most),
+        }  # fmt: skip
+
+
+def job_of(
+    config: Config,
+    words: Sequence[str] = (),
+    *,
+    nodes: int | None = None,
+    by: str | None = None,
+    budget: float | None = None,
+    log: Callable[[str], None] = silent,
+    count: Callable[[str], None] = silent,
+) -> Job:
+    """The job that trains what is left of the config's run.
+
+    words: of the command line, a config file and settings, which the job's command repeats. nodes: machines;
+    by, budget: bounds within which their number is chosen. log, count: as `api.plan.plan` takes them. Raises
+    UserError as that, for nodes with bounds, and where time or length is not predicted; NothingFits where no
+    number of machines keeps the bounds.
+    """
+    bounds = bounds_of(by, budget)
+    if nodes and bounds != NO_BOUNDS:
+        raise UserError(
+            f"--nodes {nodes} sets the number of machines, and --by and --budget choose it; leave one out."
+        )
+    cluster, gpus = cluster_for(config), list[int | str]()
+    if nodes:
+        gpus = [nodes * cluster.node]
+    elif bounds != NO_BOUNDS and config.partial_layout.world is None:
+        most = cluster if config.cluster_config.gpus else cluster.of_size(MOST_MACHINES * cluster.node)
+        gpus = [*cluster_sizes(most)]
+    answer = plan(config, gpus=gpus, log=log, count=count)
+    check_bounds([answer.choice.cluster], "speed", bounds)
+    answers = [replace(answer, chosen=offer) for offer in answer.offers if offer.choice]
+    if nodes or bounds == NO_BOUNDS:
+        return made(config, answers[0], words, f"--nodes {nodes}" if nodes else "by the settings")
+    tried = ", ".join(str(one.choice.cluster.gpus) for one in answers)
+    rule = "shortest" if budget else "cheapest"
+    clause = bounds.clause(cluster.currency, several=True)
+    why = f"the {rule} of the runs on {tried} GPUs that {clause}"
+    jobs = [made(config, one, words, why) for one in answers]
+    within = [job for job in jobs if not job.over(bounds)]
+    if not within:
+        nearest = min(jobs, key=lambda job: max(job.over(bounds)))
+        raise NothingFits(
+            [
+                f"No run on {tried} GPUs is expected to keep the bounds ({clause}). The nearest is on "
+                f"{nearest.size}: {', '.join(nearest.totals)}.",
+                f"Its time: {', '.join(map(str, nearest.parts))}. Raise the bound, or shorten the run.",
+            ]
+        )
+    return min(within, key=lambda job: job.seconds if budget else job.seconds * job.world)
+
+
+def made(config: Config, answer: Answer, words: Sequence[str], why: str) -> Job:
+    """The job under the layout that the answer chose. why: clause on the number of machines."""
+    choice, cluster = answer.choice, answer.choice.cluster
+    if not cluster.timed:
+        raise UserError(
+            f"cluster.gpu={cluster.gpu.name}: the time limit of a job follows from predicted steps, and "
+            "nobody has measured this processor: run `meshtune probe --out my-cluster.toml` there, and set "
+            "cluster=my-cluster.toml."
+        )
+    output, environment, moved = places(config)
+    parts = parts_of(config, answer, steps_left(answer, output))
+    writing = answer.workload.checkpoint_bytes / WRITE
+    margin = math.ceil(choice.seconds.total * (1 + error_of(choice)) + writing + EARLY)
+    limit, jobs = limit_of(config, sum(part.most for part in parts), margin)
+    expected = {
+        "seconds": round(sum(part.seconds for part in parts)),
+        "most": round(sum(part.most for part in parts)),
+        "gpus": choice.layout.world,
+        "price": cluster.price,
+        "currency": cluster.currency,
+    }
+    fastest = f"the fastest of {counted(len(answer.plan), 'layout')} that fit"
+    layout = "the settings'" if config.partial_layout.whole else fastest
+    storage, each = config.cluster_config.storage or "", cluster.ranks_in_node
+    return Job(
+        name=re.sub("[^a-z0-9]+", "-", PurePosixPath(output).name.lower())[:NAME].strip("-") or "run",
+        machines=cluster.nodes,
+        gpus=each,
+        gpu=cluster.gpu.name,
+        gpu_memory=math.ceil(cluster.memory / GIB),
+        processor=cluster.gpu.processor,
+        cpus=CORES * each,
+        memory=host_memory(config, answer),
+        layout=str(choice.layout),
+        parts=parts,
+        limit=limit,
+        jobs=jobs,
+        margin=margin,
+        price=cluster.price,
+        currency=cluster.currency,
+        command=(*LOCAL, *repeated(words), f"layout={choice.layout}", f"output={output}", *moved),
+        output=output,
+        storage=storage,
+        mount=mount_of(storage),
+        environment=environment | {EXPECTED: json.dumps(expected, separators=(",", ":"))},
+        why=(
+            f"{cluster.title}: {why}. The layout is {layout}.",
+            *(sentence for sentence in answer.comparison if "--sort" not in sentence),
+        ),
+        assumed=(
+            f"{duration(START)} until the first step of each job; checkpoints of "
+            f"{human(answer.workload.checkpoint_bytes)} written at {WRITE / 1e9:g} GB/s; {CORES} cores and "
+            f"{PROCESS} GiB for the process of a rank.",
+        ),
+    )
+
+
+def error_of(choice: Choice) -> float:
+    """Error bar of the predicted times, as a share."""
+    return ERROR if choice.accuracy.time is None else choice.accuracy.time
+
+
+def steps_left(answer: Answer, output: str) -> int:
+    """Optimizer steps behind the newest checkpoint in the run folder.
+
+    Raises UserError for a run of unknown length, and for one that has done all its steps.
+    """
+    if (steps := answer.length.steps) is None:
+        raise UserError(unknown(answer.length.missing))
+    done = saved_steps(RunDir(expanded(output)).checkpoints)[-1:]
+    if done and done[0] >= steps:
+        raise UserError(
+            f"output = {output} has a checkpoint of step {done[0]}, and the run has {steps}: nothing is left "
+            "to submit. Raise train.max_steps, or name another output."
+        )
+    return steps - sum(done)
+
+
+def parts_of(config: Config, answer: Answer, steps: int) -> tuple[Part, ...]:
+    """The parts of the time of `steps` steps."""
+    choice, (summary, _) = answer.choice, epoch_of(config)
+    error, sequences = error_of(choice), summary and summary.sequences
+
+    def predicted(name: str, seconds: float, how: str) -> Part:
+        return Part(name, seconds, seconds * (1 + error), f"{how} ±{error:.0%}")
+
+    step = choice.seconds.total
+    parts = [predicted("steps", steps * step, f"{steps:,} of {duration(step)}")]
+    if config.data.eval or config.data.eval_split:
+        forward = times(answer.workload, choice.cluster, Columns.of([choice.layout]), gradients=False)
+        one = held_out(config, summary) * float(forward.total[0])
+        one += ANSWERS * bool(config.eval.samples or config.eval.exact_match)
+        number = happening(config, config.eval.every, steps, sequences) + config.eval.at_start
+        parts.append(predicted("evaluations", number * one, f"{number} of {duration(one)}"))
+    if before := answer.run.reference_seconds:
+        parts.append(predicted("reference", before, "before the first step"))
+    writing = answer.workload.checkpoint_bytes / WRITE
+    number = happening(config, config.checkpoint.every, steps, sequences)
+    meanwhile = steps / number * step if config.checkpoint.async_save else 0.0  # seconds of steps
+    saving = (number - 1) * max(0.0, writing - meanwhile) + writing
+    how = f"{number}, each written in {duration(writing)}"
+    if 0 < meanwhile < writing and number > 1:
+        how += f"; checkpoint.every={math.ceil(writing / step)} waits for none"
+    parts.append(Part("checkpoints", saving, saving, how))
+    return *parts, Part("start", START, START, "assumed")
+
+
+def happening(config: Config, every: int | str, steps: int, sequences: int | None) -> int:
+    """How often something happens in `steps` steps that is due every `every` of them and at the last one."""
+    if isinstance(every, str) and sequences is None:
+        return max(1, math.ceil(config.train.num_epochs or 1))
+    between = steps_between(every, config, sequences)
+    return math.ceil(steps / between) if between else 1
+
+
+def held_out(config: Config, summary: Summary | None) -> float:
+    """Global batches of one evaluation; EVALUATION where its rows are not counted."""
+    share, split = summary, config.data.eval_split
+    if config.data.eval or share is None:
+        return EVALUATION
+    sequences = share.sequences * split / (1 - split) if split < 1 else split
+    return sequences / config.global_batch_size
+
+
+def limit_of(config: Config, seconds: float, margin: int) -> tuple[int, int]:
+    """(Seconds of one job, in whole minutes; number of jobs). seconds: of all that is left, at most."""
+    text = config.cluster_config.time_limit
+    longest = seconds_of(text, "cluster.time_limit = ") if text else math.inf
+    limit = 60 * math.ceil((seconds + margin) / 60)
+    if limit <= longest:
+        return limit, 1
+    useful = longest - margin - START
+    if useful <= 0:
+        raise UserError(
+            f"cluster.time_limit = {text}: start, step and checkpoint need {duration(START + margin)}; "
+            "use jobs that may take longer, or more machines."
+        )
+    return int(longest), math.ceil((seconds - START) / useful)
+
+
+def host_memory(config: Config, answer: Answer) -> int:
+    """GiB of host memory of a machine: its ranks, what they offload, and the copy of a checkpoint."""
+    choice, cluster = answer.choice, answer.choice.cluster
+    rank = PROCESS * GIB + float(choice.memory.host)
+    rank += float(choice.memory.peak) if cluster.gpu.processor else 0.0
+    copied = answer.workload.checkpoint_bytes / cluster.nodes if config.checkpoint.async_save else 0.0
+    return math.ceil((cluster.ranks_in_node * rank + copied) / GIB)
+
+
+def mount_of(storage: str | None) -> str:
+    """Folder where the machines see the storage; "" without one."""
+    if storage and "://" in storage:
+        return MOUNT
+    return str(expanded(storage)) if storage else ""
+
+
+def places(config: Config) -> tuple[str, dict[str, str], list[str]]:
+    """(The run folder, variables, settings of the command) with what is below cluster.storage there."""
+    if not (mount := mount_of(config.cluster_config.storage)):
+        return config.output, {}, []
+    output = config.output if Path(config.output).is_absolute() else f"{mount}/{config.output}"
+    default = config.data.cache == DataConfig().cache
+    return output, {"HF_HOME": f"{mount}/hf"}, [f"data.cache={mount}/cache"] if default else []
+
+
+def repeated(words: Sequence[str]) -> list[str]:
+    """The words of the command line without those that the job's command sets."""
+    return [word for word in words if not re.match(r"(layout(\.\w+)?|output)=", word)]

@@ -1,0 +1,161 @@
+"""Slurm: a batch script that is put back into the queue while its run isn't done, sent by sbatch.
+
+Options of the container belong to srun: the script itself needs scontrol, which images lack.
+"""
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from meshtune.errors import Interrupted, UserError
+from meshtune.launch.slurm import (
+    FORGOTTEN,
+    PER_NODE,
+    option_problems,
+    option_words,
+    slurm_output,
+    state_of,
+)
+
+if TYPE_CHECKING:
+    from meshtune.submit.job import Job
+
+SCRIPT = "job.sbatch"
+EXTRA = "cluster.slurm.extra: --"
+# Options that follow from the job; others may be given anew in cluster.slurm.extra.
+OURS = (
+    "nodes", "ntasks", "ntasks-per-node", "job-name", "array", "chdir", "hold", "parsable", "output",
+    "requeue", "no-requeue", "open-mode", "signal", "wrap",
+)  # fmt: skip
+SETTINGS = {  # word in a refusal of sbatch -> what has the value
+    "account": "cluster.slurm.account", "partition": "cluster.slurm.partition", "qos": "cluster.slurm.qos",
+    "feature": "cluster.slurm.constraint", "constraint": "cluster.slurm.constraint",
+    "time limit": "cluster.time_limit", "gres": "cluster.slurm.extra (such as --gpus-per-node=h100:8)",
+    "node count": "--nodes", "node configuration": "cluster.gpus_per_node, or cluster.slurm.extra (--mem, "
+    "--cpus-per-task)",
+}  # fmt: skip
+FIRST = """first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_ADDR=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
+"""  # where the ranks meet: in a container there is no scontrol to ask
+
+
+def files(job: "Job", options: Mapping[str, Any]) -> dict[str, str]:
+    """The batch script. options: cluster.slurm. Raises UserError for options that a job sets itself."""
+    if "://" in job.storage:
+        raise UserError(
+            f"cluster.storage = {job.storage}: Slurm mounts no object store; name a folder that all nodes "
+            "see."
+        )
+    comments = "".join(f"# {line}\n" for line in job.comments)
+    directives = "".join(f"#SBATCH {shlex.quote(word)}\n" for word in words_of(job, options))
+    exports = "".join(f"export {name}={shlex.quote(text)}\n" for name, text in job.environment.items())
+    container = options.get("container")
+    first = FIRST if container and job.machines > 1 else ""
+    srun = ["srun", f"--cpus-per-task={job.cpus // job.gpus}", *contained(job, container)]
+    text = f"""#!/bin/bash
+# Written by `meshtune submit --to slurm`; its next call writes it anew.
+{comments}{directives}
+{exports}{first}{" ".join(srun)} {shlex.join(job.command)}
+code=$?
+if [ $code -eq {Interrupted.exit_code} ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit $code
+"""
+    return {SCRIPT: text}
+
+
+def words_of(job: "Job", options: Mapping[str, Any]) -> list[str]:
+    """Options of sbatch; those of cluster.slurm.extra replace ours."""
+    extra, problems = {}, []
+    for word in options["extra"]:
+        name, equals, value = word.removeprefix("--").partition("=")
+        extra[name] = value if equals else True
+        if not word.startswith("--"):
+            problems.append(f"cluster.slurm.extra: {word} isn't an option such as --comment=sft.")
+    problems += option_problems(extra, OURS, EXTRA, "meshtune submit")
+    if problems:
+        raise UserError(problems)
+    words: dict[str, Any] = {
+        "job-name": job.name, "nodes": job.machines, "ntasks-per-node": job.gpus,
+        **({} if job.processor else {PER_NODE: job.gpus}),
+        "cpus-per-task": job.cpus // job.gpus, "mem": f"{job.memory}G", "time": clock(job.limit),
+        "requeue": True, "open-mode": "append", "signal": f"USR1@{job.margin}",
+        **{name: options[name] for name in ("partition", "account", "qos", "constraint") if options[name]},
+    }  # fmt: skip
+    return option_words({**words, **extra})
+
+
+def contained(job: "Job", container: str | None) -> list[str]:
+    """Words, as the shell reads them, that put the ranks of srun into a container."""
+    if not container:
+        return []
+    folders = [job.mount, str(PurePosixPath(job.output).parent)]
+    seen = ['"$PWD"', *(shlex.quote(path) for path in dict.fromkeys(folders) if path.startswith("/"))]
+    if container.endswith(".sif"):
+        binds = [word for path in seen for word in ("--bind", path)]
+        return ["apptainer", "exec", *["--nv"] * (not job.processor), *binds, "--pwd", '"$PWD"',
+                shlex.quote(container)]  # fmt: skip
+    mounts = ",".join(f"{path}:{path}" for path in seen)
+    variables = ",".join([*job.environment, *["MASTER_ADDR"] * (job.machines > 1)])
+    return [
+        shlex.quote(f"--container-image={container}"), f"--container-mounts={mounts}",
+        '--container-workdir="$PWD"', "--no-container-mount-home", f"--container-env={variables}",
+    ]  # fmt: skip
+
+
+def clock(seconds: float) -> str:
+    """Whole minutes as sbatch reads them: `clock(93600) == "26:00:00"`."""
+    minutes = int(seconds // 60)
+    return f"{minutes // 60}:{minutes % 60:02}:00"
+
+
+def send(folder: Path) -> str:
+    """Submit the script; its log is in the folder. Raises UserError with sbatch's words and the setting."""
+    log = str(folder.absolute() / "%j.out")
+    try:
+        answer = slurm_output("sbatch", "--parsable", f"--output={log}", str(folder / SCRIPT))
+    except UserError as error:
+        said = str(error)
+        named = [setting for word, setting in SETTINGS.items() if word in said.lower()][:1]
+        raise UserError(f"{said.rstrip('.')}. Change {named[0]}." if named else said) from None
+    return answer.split(";")[0].strip()
+
+
+def status(job: str) -> str:
+    """Sentence on the state of a job."""
+    listing = ""
+    with suppress(UserError):  # squeue forgets a job that has ended
+        listing = slurm_output("squeue", "--noheader", "--format=%T|%M|%l|%R", f"--jobs={job}").strip()
+    if listing:
+        state, ran, limit, where = listing.splitlines()[0].split("|", 3)
+        return f"Slurm's job {job} is {state}: {ran} of {limit}, {where}."
+    if state := state_of(job):
+        return f"Slurm's job {job} has ended: {state}."
+    raise UserError(f"Slurm knows no job {job}: it was never submitted here, or is forgotten.")
+
+
+def logs(job: str) -> Iterator[str]:
+    """Yield the lines of a job's log. Raises UserError where Slurm has forgotten the job."""
+    try:
+        shown = slurm_output("scontrol", "show", "job", job)
+    except UserError as error:
+        if FORGOTTEN not in str(error):
+            raise
+        raise UserError(
+            f"Slurm has forgotten the job {job}; its log is {job}.out next to {SCRIPT}, where `meshtune "
+            "submit` wrote it."
+        ) from None
+    found = re.search(r"^\s*StdOut=(.*)$", shown, re.MULTILINE)
+    file = Path(found[1]) if found else Path(f"{job}.out")
+    if not file.exists():
+        raise UserError(f"The job {job} has written no log yet: {file}. It is {status(job)}")
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        yield from (line.rstrip("\n") for line in lines)
+
+
+def cancel(job: str) -> str:
+    """Cancel a job: its run gets SIGTERM, saves and ends."""
+    slurm_output("scancel", job)
+    return f"Slurm's job {job} is cancelled: a run that has begun saves a checkpoint within Slurm's KillWait."

@@ -1,0 +1,93 @@
+"""Numbers of a job against counts by hand from the plan's step, and the machines that bounds choose."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from golden import refuses, says
+
+from meshtune import config
+from meshtune.api.plan import plan
+from meshtune.errors import NothingFits, UserError
+from meshtune.rundir import EXPECTED
+from meshtune.submit.job import Job, job_of
+
+RUN = (
+    "model.name=Qwen/Qwen3-8B", "train.max_steps=1000", "cluster.gpu=h100-sxm", "cluster.gpus=16",
+    "cluster.price_per_gpu_hour=2.5", "checkpoint.every=250", "data.train=rows.jsonl",
+)  # fmt: skip
+PARAMETERS = 8_190_735_360  # of Qwen3-8B, as its card has them
+CHECKPOINT = PARAMETERS * (4 + 8) / 1e9  # seconds at 1 GB/s: fp32 weights and AdamW's two moments
+
+
+def job(*words: str, **options: Any) -> Job:
+    return job_of(config.load(None, [*RUN, *words]), ["run.yaml", *words], **options)
+
+
+def test_time_limit_margin_and_price_are_those_of_a_count_by_hand() -> None:
+    choice = plan(config.load(None, [*RUN])).choice
+    step, error = choice.seconds.total, choice.accuracy.time or 0.0
+    made = job("data.eval_split=32", "eval.every=100", "layout.tp=1")
+    parts = {part.name: part for part in made.parts}
+    assert parts["steps"].seconds == pytest.approx(1000 * step)
+    assert parts["steps"].most == pytest.approx(1000 * step * (1 + error))
+    assert 0 < parts["evaluations"].seconds < 10 * 0.5 * step  # 32 of 64 sequences, and without a backward
+    assert parts["checkpoints"].seconds == pytest.approx(CHECKPOINT, rel=1e-3)  # three while steps are done
+    assert parts["start"].seconds == 600
+    assert made.margin - 60 == pytest.approx(step * (1 + error) + CHECKPOINT, abs=1)
+    assert made.limit % 60 == 0 and 0 <= made.limit - made.most - made.margin < 60
+    assert made.cost(made.seconds) == pytest.approx(16 * 2.5 * made.seconds / 3600)
+    assert json.loads(made.environment[EXPECTED]) == {
+        "seconds": round(made.seconds), "most": round(made.most), "gpus": 16, "price": 2.5, "currency": "",
+    }  # fmt: skip
+    assert made.command == (
+        "python", "-m", "meshtune", "train", "run.yaml", "data.eval_split=32", "eval.every=100",
+        f"layout={made.layout}", "output=runs/run",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [("model.name=Qwen/Qwen3-0.6B",), ("method=lora",), ("cluster.gpus=64",)])
+def test_the_margin_is_never_below_a_step_and_a_checkpoint(words: tuple[str, ...]) -> None:
+    answer = plan(config.load(None, [*RUN, *words]))
+    assert job(*words).margin >= answer.choice.seconds.total + answer.workload.checkpoint_bytes / 1e9 + 60
+
+
+def test_machines_are_given_or_chosen_within_the_bounds_or_refused() -> None:
+    assert (job().machines, job().gpus) == (2, 8)
+    assert (job("cluster.gpus=4").machines, job("cluster.gpus=4").gpus) == (1, 4)
+    assert job(nodes=4).machines == 4
+    long = ("train.max_steps=20000", "cluster.gpus=64")
+    cheap, fast = job(*long, by="24h"), job(*long, budget=400.0)
+    assert cheap.world < fast.world and cheap.seconds > fast.seconds
+    assert (fast.cost(fast.seconds) or 500) <= 400 and cheap.seconds <= 24 * 3600
+    says([*cheap.why, *fast.why])
+    with refuses(UserError):
+        job(nodes=2, budget=9.0)
+    with refuses(NothingFits):
+        job(by="15min", *long)  # noqa: B026
+
+
+def test_what_is_left_is_counted_and_a_site_with_shorter_jobs_gets_several(tmp_path: Path) -> None:
+    output = f"output={tmp_path}"
+    whole = job(output).parts[0].seconds
+    (tmp_path / "checkpoints" / "step-600").mkdir(parents=True)
+    assert job(output).parts[0].seconds == pytest.approx(0.4 * whole)
+    parts = job("train.max_steps=30000", "cluster.time_limit=2h")
+    assert parts.limit == 7200 and parts.jobs == 5  # 6 h at most, and each has 18 min less
+    for words in (["cluster.time_limit=10min"], ["cluster.time_limit=soon"], [output, "train.max_steps=600"]):
+        with refuses(UserError):
+            job(*words)
+    with refuses(UserError):
+        job("train.max_steps=null")
+    with refuses(UserError):
+        job("cluster.gpu=cpu", "cluster.gpus=2", "cluster.memory_gib=200")
+
+
+def test_outputs_and_caches_are_below_the_storage() -> None:
+    shared = job("cluster.storage=/shared/me", "output=runs/My Run!")
+    assert shared.output == "/shared/me/runs/My Run!" and shared.name == "my-run"
+    assert shared.command[-2:] == ("output=/shared/me/runs/My Run!", "data.cache=/shared/me/cache")
+    assert shared.environment["HF_HOME"] == "/shared/me/hf"
+    store = job("cluster.storage=s3://bucket/me", "output=/local/run")
+    assert (store.mount, store.output, store.storage) == ("/storage", "/local/run", "s3://bucket/me")
