@@ -439,10 +439,6 @@ class ClusterConfig(Section):
         None, "Longest job that the cluster allows, such as 24h: `meshtune submit` divides a longer run."
     )
     slurm: SlurmConfig = SlurmConfig()
-    sky: dict[str, Any] = setting({}, "Fields of a SkyPilot task, for `meshtune submit --to sky`.")
-    kubeflow: dict[str, Any] = setting({}, "Fields of a TrainJob, for `meshtune submit --to kubeflow`.")
-    ray: dict[str, Any] = setting({}, "Options of a Ray job, for `meshtune submit --to ray`.")
-    dstack: dict[str, Any] = setting({}, "Fields of a dstack task, for `meshtune submit --to dstack`.")
 
     @field_validator("gpu", mode="before", json_schema_input_type=str | int | None)
     @classmethod
