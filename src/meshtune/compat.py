@@ -7,7 +7,7 @@ import re
 import shutil
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime
@@ -108,6 +108,49 @@ def keep_integers(module: Any) -> None:
         if not parameter.sharded_param.is_floating_point():
             of_none = partial(parameter.init_dtype_attrs, MixedPrecisionPolicy())
             parameter.init_dtype_attrs = lambda policy, of_none=of_none: of_none()
+
+
+def gather_otherwise(
+    module: Any,
+    fits: Callable[[nn.Module], bool],
+    send: Callable[[list[Tensor]], list[list[Tensor]]],
+    receive: Callable[[nn.Module, list[Tensor]], None],
+) -> None:
+    """Let FSDP2 gather other tensors than the weights of the layers of `module` that fit.
+
+    send: these weights' flat shards, padded to equal lengths -> the tensors to gather of each. receive:
+    called with a layer and the tensors of all ranks, each rank's behind the one before, whose memory is freed
+    with the other weights. The gathered weight is a parameter without memory, which is for its gradient.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    parameters = [
+        parameter for parameter in fsdp_parameters(module)
+        if parameter._module_info.param_name == "weight" and not parameter._module_info.shared_modules
+        and fits(parameter._module_info.module)
+    ]  # fmt: skip
+    unsent: list[list[Tensor]] = []  # of the gather at hand
+
+    class Otherwise(FSDPParam):
+        def init_dtype_attrs(self, mp_policy: Any) -> None:
+            super().init_dtype_attrs(mp_policy)
+            self.gradient_dtype, self.param_dtype = self.param_dtype or self.orig_dtype, None  # no cast
+
+        @property
+        def all_gather_inputs(self) -> list[Tensor]:
+            if not unsent:
+                unsent.extend(send([parameter._sharded_param_data for parameter in parameters]))
+            return unsent.pop(0)
+
+        def init_unsharded_param(self) -> None:
+            if not hasattr(self, "_unsharded_param"):
+                empty = self.all_gather_outputs[0].new_empty((), dtype=self.gradient_dtype)
+                trained = self.sharded_param.requires_grad
+                self._unsharded_param = nn.Parameter(empty.expand(self._orig_size), requires_grad=trained)
+            receive(self._module_info.module, self.all_gather_outputs)
+
+    for parameter in parameters:
+        parameter.__class__ = Otherwise
 
 
 def partial_sums(module: Any) -> list[Tensor]:

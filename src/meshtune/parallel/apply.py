@@ -321,6 +321,8 @@ def cut(
                 head=model.get_submodule(parts.head) if stage.last else None,
                 expert_mesh=of_experts, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype,
             )  # fmt: skip
+            if fp8_on:
+                fp8.gather_in_8_bits(zero.groups(stage), mesh.get_group(mesh.ndim - 1), compute_dtype)
         stages.append(stage)
     return Cut(stages, parts, mesh, of_experts, shapes, splits, compute_dtype, reduce_dtype, compile, offload)
 
