@@ -1,15 +1,21 @@
-"""Matmuls of linear layers in 8-bit floats, by torchao: `train.precision: fp8`.
+"""Matmuls of linear layers in 8-bit floats, by torchao: `train.precision: fp8` and `fp8-rowwise`.
 
-    y = x Wᵀ    x, W in e4m3    gradient of x: dy W, of W: dyᵀ x    dy in e5m2
+    y = x Wᵀ    x, W in e4m3    gradient of x: dy W, of W: dyᵀ x    dy in e5m2, rowwise in e4m3
 
-Each operand is divided by one scale, so that its largest magnitude is the format's, and cast as it is
-multiplied (dynamic scaling of whole tensors); sums and results are wider. Parameters keep names, shapes and
-dtypes. ZeRO gathers weights in 8 bits: each rank casts its shard by the largest magnitude of all shards, so
-that a scale is the whole matrix'; tp's is that of a rank's part. A processor has no such units: there the rounded operands are multiplied in fp32.
+Each operand is divided by a scale, so that its largest magnitude is the format's, and cast as it is
+multiplied (dynamic scaling); sums and results are wider. Parameters keep names, shapes and dtypes.
+
+    tensorwise  one scale an operand. ZeRO gathers weights in 8 bits: each rank casts its shard by the largest
+                magnitude of all shards, so that a scale is the whole matrix'; tp's is that of a rank's part
+    rowwise     one for each row of x and W, a power of 2, and other ones where a matmul sums over other
+                dimensions; ZeRO gathers weights in 16 bits
+
+A processor has no such units: there the rounded operands are multiplied in fp32.
 """
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
@@ -21,7 +27,7 @@ from torch import Tensor, nn
 from meshtune import compat
 from meshtune.errors import UserError
 
-INSTALL = 'train.precision=fp8 multiplies by torchao, which is not installed: pip install "meshtune[fp8]".'
+INSTALL = 'torchao multiplies 8-bit floats, and is not installed: pip install "meshtune[fp8]".'
 
 
 class Fp8Linear(nn.Linear):
@@ -63,10 +69,11 @@ def _class_of(kind: Any) -> Any:
     return Fp8Linear if kind is nn.Linear else type(kind.__name__, (kind, Fp8Linear), {})
 
 
-def convert(model: nn.Module, names: Iterable[str], *, emulate: bool) -> None:
+def convert(model: nn.Module, names: Iterable[str], recipe: str = "tensorwise", *, emulate: bool) -> None:
     """Let linear layers of a model multiply in 8-bit floats, in place.
 
-    names: of the layers. emulate: True on a processor. Raises UserError without torchao.
+    names: of the layers. recipe: of scales, "tensorwise" or "rowwise". emulate: True on a processor. Raises
+    UserError without torchao.
     """
     if find_spec("torchao") is None:
         raise UserError(INSTALL)
@@ -74,7 +81,7 @@ def convert(model: nn.Module, names: Iterable[str], *, emulate: bool) -> None:
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args as function
 
     # Where a micro-batch's tokens are not a multiple of 16, they are padded for the weights' gradients.
-    config = Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate, pad_inner_dim=True)
     theirs: Any = convert_to_float8_training(nn.Linear(16, 16, device="meta"), config=config)
     for name in names:
         layer: Any = model.get_submodule(name)
@@ -84,7 +91,7 @@ def convert(model: nn.Module, names: Iterable[str], *, emulate: bool) -> None:
         layer.__class__ = _class_of(type(layer))
 
 
-def gather_in_8_bits(groups: Iterable[nn.Module], ranks: dist.ProcessGroup, dtype: torch.dtype) -> None:
+def gather_in_8_bits(groups: Iterable[Any], ranks: dist.ProcessGroup, dtype: torch.dtype) -> None:
     """Let ZeRO cast the weights of converted layers to 8 bits before it gathers them.
 
     groups: modules whose parameters are gathered together. ranks: that share them. dtype: of the passes.
@@ -101,7 +108,8 @@ def cast(shards: list[Tensor], ranks: dist.ProcessGroup, dtype: torch.dtype) -> 
     from torchao.float8.config import e4m3_dtype
     from torchao.float8.float8_utils import amax_to_scale
 
-    largest = torch.stack([norm.float() for norm in torch._foreach_norm(shards, math.inf)])
+    norms = [torch.linalg.vector_norm(shard, math.inf, dtype=torch.float32) for shard in shards]
+    largest = torch.stack(norms)
     dist.all_reduce(largest, dist.ReduceOp.MAX, ranks)
     scales, most = amax_to_scale(largest.to(dtype), e4m3_dtype), torch.finfo(e4m3_dtype).max
     return [
@@ -111,7 +119,9 @@ def cast(shards: list[Tensor], ranks: dist.ProcessGroup, dtype: torch.dtype) -> 
 
 
 def _is_cast(layer: nn.Module) -> bool:
-    return isinstance(layer, Fp8Linear) and getattr(layer, "lora_magnitude_vector", None) is None  # which has norms
+    return (
+        isinstance(layer, Fp8Linear) and getattr(layer, "lora_magnitude_vector", None) is None
+    )  # which has norms
 
 
 def _receive(layer: Any, tensors: list[Tensor]) -> None:
