@@ -103,7 +103,8 @@ def gather_in_8_bits(groups: Iterable[Any], ranks: dist.ProcessGroup, dtype: tor
 def cast(shards: list[Tensor], ranks: dist.ProcessGroup, dtype: torch.dtype) -> list[list[Tensor]]:
     """Return each matrix' shard in 8 bits, and its scale in 16 bytes, which keep the others aligned.
 
-    A collective call. dtype: that the shards are rounded to first. Equal to torchao's cast of the whole.
+    A collective call. dtype: that the shards are rounded to first. Equal to torchao's cast of the whole:
+    its clamp has no effect, since rounding moves no magnitude beyond the format's largest.
     """
     from torchao.float8.config import e4m3_dtype
     from torchao.float8.float8_utils import amax_to_scale
@@ -111,10 +112,10 @@ def cast(shards: list[Tensor], ranks: dist.ProcessGroup, dtype: torch.dtype) -> 
     norms = [torch.linalg.vector_norm(shard, math.inf, dtype=torch.float32) for shard in shards]
     largest = torch.stack(norms)
     dist.all_reduce(largest, dist.ReduceOp.MAX, ranks)
-    scales, most = amax_to_scale(largest.to(dtype), e4m3_dtype), torch.finfo(e4m3_dtype).max
+    scales = amax_to_scale(largest.to(dtype), e4m3_dtype).split(1)
     return [
-        [shard.to(dtype).float().mul_(scale).clamp_(-most, most).to(e4m3_dtype), scale.repeat(4)]
-        for shard, scale in zip(shards, scales.unbind(), strict=True)
+        [(shard.to(dtype) * scale).to(e4m3_dtype), scale.repeat(4)]
+        for shard, scale in zip(shards, scales, strict=True)
     ]
 
 

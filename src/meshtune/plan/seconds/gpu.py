@@ -25,9 +25,10 @@ ADDED = 3  # tensors that move as B's outputs are added; what `adapter_passes` h
 WRITTEN_BACKWARD = 1.3  # traffic of written attention scores in the backward, over the forward's; assumed
 
 
-# Rate of a forward's matmul with scales of rows over that with one scale: fitted to the speeds of Llama 3 8B on
-# 8 H100 in pytorch/torchtitan@7a04053 (bf16 5,760 tokens/s, rowwise 6,424, tensorwise 7,186).
+# Rate of a forward's matmul with scales of rows over that with one scale: fitted to the speeds of Llama 3 8B
+# on 8 H100 in pytorch/torchtitan@7a04053 (bf16 5,760 tokens/s, rowwise 6,424, tensorwise 7,186).
 ROWWISE = 0.62
+CAST_BYTES = 18  # of an element's cast from fp32 to 8 bits, and of its scale, beyond half of a cast to 16
 
 
 def matmul_rate(machine: Machine, fastest: Number | None = None) -> Number:
@@ -260,9 +261,12 @@ def block_compute(
     attention_forward = sum(forward for forward, _ in cores)
     in_block, in_block_backward = elementwise(machine, tokens, work, layouts)
     copies = [
-        shard_copies(machine, group.weights, group.trained, layouts, cut=group.cut, shards=group.ranks)
+        shard_copies(
+            machine, group.weights, group.trained, layouts, cut=group.cut, shards=group.ranks,
+            cast=group.cast,
+        )
         for group in shard_groups(work, layouts, machine)
-    ]
+    ]  # fmt: skip
     gathering, scattering = (sum(pass_copies) for pass_copies in zip(*copies, strict=True))
     of_adapters, of_adapters_backward = adapter_sums(machine, tokens, work, layouts)
     of_experts = permutations(machine, tokens, work, layouts)
@@ -336,6 +340,7 @@ def shard_copies(
     again: bool = True,
     cut: Number | None = None,
     shards: Number | None = None,
+    cast: Number = 0.0,
 ) -> tuple[Number, Number]:
     """Seconds of (forward, backward) in one micro-batch of FSDP2's copies: memory traffic.
 
@@ -344,14 +349,15 @@ def shard_copies(
     ZeRO-3 gathers in the forward and in the backward, ZeRO-1 and -2 once a step.
 
     whole, trained: elements before tp and ZeRO. again: whether ZeRO-3 gathers in the backward too. cut,
-    shards: ranks that they are cut over before ZeRO, and sharded over by it; None: those of the layout.
+    shards: ranks that they are cut over before ZeRO, and sharded over by it; None: those of the layout. cast:
+    elements that are cast to 8 bits.
     """
     steps = layouts.gradient_accumulation_steps
     cut = layouts.tp if cut is None else cut
     shards = layouts.shard_ranks if shards is None else shards
     element, summed = machine.element, machine.scatter_bytes
-    cast = np.where(summed > element, summed + element, 0.0)
-    gather = whole * (2 * element + (2 * element + cast) / shards)
+    narrowed = np.where(summed > element, summed + element, 0.0)
+    gather = whole * (2 * element + (2 * element + narrowed) / shards) + CAST_BYTES * cast / shards
     adding = np.where(steps > 1, 3 * summed / shards, 0.0)
     scatter = trained * (element + summed + adding)
     seconds = machine.counted / (cut * machine.bandwidth * machine.memory)
