@@ -408,5 +408,7 @@ def test_matmuls_in_8_bits_have_their_own_rate_and_cast_their_operands() -> None
     by_row = replace(machine, fp8_rowwise=1.0)
     backward = matrix_passes(by_row, tokens, gemm, 1.0, True)[1:]
     casts = 5 * weight + 3 * outputs, 3 * (inputs + outputs) + 4 * weight
-    assert backward == pytest.approx([one + moved / 1e12 for one, moved in zip(alone[1:], casts, strict=True)])
+    assert backward == pytest.approx(
+        [one + moved / 1e12 for one, moved in zip(alone[1:], casts, strict=True)]
+    )
     assert matrix_passes(machine, tokens, replace(gemm, fp8=False), 1.0)[0] == matmul(machine, *sizes[0])
