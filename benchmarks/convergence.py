@@ -1,9 +1,10 @@
 """Held-out loss on GSM8K of what needs less memory against what it stands for, three seeds.
 
     python benchmarks/convergence.py ../shared/data/gsm8k [--recipes bf16,fp8] [--steps 100] [--seeds 3]
+        [--learning-rate 1e-5] [--from-scratch]
 
-A Llama of 3 M parameters learns two thirds of GSM8K's training rows from scratch; then each recipe tunes it
-on the rest with answers labelled, and is evaluated on rows of the test set. A recipe is compared with the one
+A Llama of 3 M parameters learns two thirds of GSM8K's training rows from scratch, unless the recipes start
+there; then each recipe tunes it on the rest with answers labelled, and is evaluated on rows of the test set. A recipe is compared with the one
 that it stands for, seed by seed.
 """
 
@@ -28,6 +29,7 @@ RECIPES = {  # name -> (that it stands for, its settings)
     "adamw-8bit": ("adamw", (*FULL, "train.optimizer=adamw-8bit")),
     "bf16": ("bf16", (*FULL, "train.precision=bf16")),
     "fp8": ("bf16", (*FULL, "train.precision=fp8")),
+    "fp8-rowwise": ("bf16", (*FULL, "train.precision=fp8-rowwise")),
 }
 VOCABULARY, HELD_OUT = 2048, 400
 COMMON = (
@@ -69,6 +71,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--recipes", default=",".join(RECIPES), help="of these, comma-separated")
+    parser.add_argument("--learning-rate", help="of all recipes, instead of their own")
+    parser.add_argument("--from-scratch", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     precision.FP8_LEAST = 16  # else matrices of this model keep 16 bits
@@ -83,16 +87,20 @@ def main() -> None:
             (folder / f"{name}.jsonl").write_text("\n".join(part) + "\n", encoding="utf-8")
         make_base(folder / "untrained", [json.loads(line) for line in parts["first"]])
         rows = "data.columns={prompt: question, completion: answer}", f"data.eval={folder / 'test.jsonl'}"
-        _, begun = held_out_losses(
-            folder / "base", f"model.name={folder / 'untrained'}", f"data.train={folder / 'first.jsonl'}",
-            *rows, "data.train_on=all", f"train.max_steps={4 * options.steps}", "train.learning_rate=1e-3",
-        )  # fmt: skip
-        print(f"from scratch, all tokens: {begun:.4f}", flush=True)
+        base = folder / "untrained"
+        if not options.from_scratch:
+            _, begun = held_out_losses(
+                folder / "base", f"model.name={base}", f"data.train={folder / 'first.jsonl'}", *rows,
+                "data.train_on=all", f"train.max_steps={4 * options.steps}", "train.learning_rate=1e-3",
+            )  # fmt: skip
+            base = folder / "base" / "model"
+            print(f"from scratch, all tokens: {begun:.4f}", flush=True)
+        rate = [f"train.learning_rate={options.learning_rate}"] * bool(options.learning_rate)
         for seed, name in product(range(options.seeds), found):
             before, loss = held_out_losses(
-                folder / "tuned", f"model.name={folder / 'base' / 'model'}",
+                folder / "tuned", f"model.name={base}",
                 f"data.train={folder / 'rest.jsonl'}", *rows, f"train.max_steps={options.steps}",
-                f"train.seed={seed}", *RECIPES[name][1],
+                f"train.seed={seed}", *RECIPES[name][1], *rate,
             )  # fmt: skip
             found[name].append(loss)
             print(f"{name}, seed {seed}: {before:.4f} to {loss:.4f}", flush=True)
