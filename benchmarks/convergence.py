@@ -4,8 +4,8 @@
         [--learning-rate 1e-5] [--from-scratch]
 
 A Llama of 3 M parameters learns two thirds of GSM8K's training rows from scratch, unless the recipes start
-there; then each recipe tunes it on the rest with answers labelled, and is evaluated on rows of the test set. A recipe is compared with the one
-that it stands for, seed by seed.
+there; then each recipe tunes it on the rest with answers labelled, and is evaluated on rows of the test set.
+A recipe is compared with the one that it stands for, seed by seed.
 """
 
 import argparse
