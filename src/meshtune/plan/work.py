@@ -570,36 +570,13 @@ def _weights(parameters: Iterable[Parameter], in_blocks: int = 0) -> tuple[Weigh
 
     in_blocks: number of blocks that they are in, by which each `count` is divided; 0: they are outside.
     """
+    inside = in_blocks > 0
     alike = Counter(
-        (
-            p.shape[0],
-            math.prod(p.shape[1:]),
-            ("rows", "cols")[p.cut] if p.cut in (0, 1) else "",
-            p.heads,
-            p.trainable,
-            in_blocks > 0 and is_matrix(p.name, p.shape),
-            in_blocks > 0 and p.in_4_bits,
-            in_blocks > 0 and p.by_tokens,
-            p.experts > 0,
-            in_blocks > 0 and p.fp8,
+        Weight(
+            p.shape[0], math.prod(p.shape[1:]), 1.0, ("rows", "cols")[p.cut] if p.cut in (0, 1) else "",
+            p.heads, float(p.trainable), inside and is_matrix(p.name, p.shape), inside and p.in_4_bits,
+            fp8=inside and p.fp8, by_tokens=inside and p.by_tokens, of_experts=p.experts > 0,
         )
         for p in parameters
-    )
-    return tuple(
-        Weight(
-            rows,
-            cols,
-            count / (in_blocks or 1),
-            cut,
-            heads,
-            float(trainable),
-            matrix,
-            in_4_bits,
-            by_tokens=by_tokens,
-            of_experts=of_experts,
-            fp8=fp8,
-        )
-        for (rows, cols, cut, heads, trainable, matrix, in_4_bits, by_tokens, of_experts, fp8), count in (
-            alike.items()
-        )
-    )
+    )  # fmt: skip
+    return tuple(replace(weight, count=count / (in_blocks or 1)) for weight, count in alike.items())
