@@ -72,21 +72,25 @@ def test_a_frozen_layer_with_an_adapter_multiplies_so_too() -> None:
     assert not torch.equal(results(model)[0], results(plain)[0])
 
 
-def gathered_results() -> list[Tensor]:
-    """Output and gradient of the input of a layer that these ranks share."""
+def gathered_results(backend: str) -> list[Tensor]:
+    """Output and gradient of the input of a layer that these ranks share, in its second pass."""
     model = layer()
     fp8.convert(model, ["0"], emulate=True)
+    if backend:
+        model[0].compile(backend=backend)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    zero.shard(model, [], mesh, 3, reduce_dtype=torch.float32)
+    zero.shard(model, [model[0]], mesh, 3, reduce_dtype=torch.float32)
     fp8.gather_in_8_bits(zero.groups(model), mesh.get_group(), torch.bfloat16)
-    out, gradient, *_ = results(model)
-    return [out, gradient]
+    results(model)
+    assert all(not bits.untyped_storage().nbytes() for bits in model[0].fp8_gathered)
+    return results(model)[:2]
 
 
-def test_a_gathered_layer_has_the_scale_of_the_whole_matrix() -> None:
+@pytest.mark.parametrize(("ranks", "backend"), [(5, ""), (2, "aot_eager_decomp_partition")])
+def test_a_gathered_layer_has_the_scale_of_the_whole_matrix(ranks: int, backend: str) -> None:
     alone = layer()
     fp8.convert(alone, ["0"], emulate=True)
-    for ours in run_ranks(5, gathered_results):  # 96 rows are padded to 5 x 20
+    for ours in run_ranks(ranks, gathered_results, backend):  # five pad 96 rows to 100
         assert all(map(torch.equal, ours, results(alone)))
 
 
