@@ -82,7 +82,8 @@ def gathered_results(backend: str) -> list[Tensor]:
     zero.shard(model, [model[0]], mesh, 3, reduce_dtype=torch.float32)
     fp8.gather_in_8_bits(zero.groups(model), mesh.get_group(), torch.bfloat16)
     results(model)
-    assert all(not bits.untyped_storage().nbytes() for bits in model[0].fp8_gathered)
+    shared: Any = model[0]
+    assert all(not each.untyped_storage().nbytes() for each in shared.fp8_gathered)
     return results(model)[:2]
 
 
