@@ -7,7 +7,7 @@ import re
 import shutil
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime
@@ -127,6 +127,49 @@ def keep_integers(module: Any) -> None:
         if not parameter.sharded_param.is_floating_point():
             of_none = partial(parameter.init_dtype_attrs, MixedPrecisionPolicy())
             parameter.init_dtype_attrs = lambda policy, of_none=of_none: of_none()
+
+
+def gather_otherwise(
+    module: Any,
+    fits: Callable[[nn.Module], bool],
+    send: Callable[[list[Tensor]], list[list[Tensor]]],
+    receive: Callable[[nn.Module, list[Tensor]], None],
+) -> None:
+    """Let FSDP2 gather other tensors than the weights of the layers of `module` that fit.
+
+    send: these weights' flat shards, padded to equal lengths -> the tensors to gather of each. receive:
+    called with a layer and the tensors of all ranks, each rank's behind the one before, whose memory is freed
+    with the other weights. The gathered weight is a parameter without memory, which is for its gradient.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    parameters = [
+        parameter for parameter in fsdp_parameters(module)
+        if parameter._module_info.param_name == "weight" and not parameter._module_info.shared_modules
+        and fits(parameter._module_info.module)
+    ]  # fmt: skip
+    unsent: list[list[Tensor]] = []  # of the gather at hand
+
+    class Otherwise(FSDPParam):
+        def init_dtype_attrs(self, mp_policy: Any) -> None:
+            super().init_dtype_attrs(mp_policy)
+            self.gradient_dtype, self.param_dtype = self.param_dtype or self.orig_dtype, None  # no cast
+
+        @property
+        def all_gather_inputs(self) -> list[Tensor]:
+            if not unsent:
+                unsent.extend(send([parameter._sharded_param_data for parameter in parameters]))
+            return unsent.pop(0)
+
+        def init_unsharded_param(self) -> None:
+            if not hasattr(self, "_unsharded_param"):
+                empty = self.all_gather_outputs[0].new_empty((), dtype=self.gradient_dtype)
+                trained = self.sharded_param.requires_grad
+                self._unsharded_param = nn.Parameter(empty.expand(self._orig_size), requires_grad=trained)
+            receive(self._module_info.module, self.all_gather_outputs)
+
+    for parameter in parameters:
+        parameter.__class__ = Otherwise
 
 
 def partial_sums(module: Any) -> list[Tensor]:
@@ -307,7 +350,9 @@ INSIDES = (
     Inside(f"{_PIPELINING}._backward:stage_backward", "stage_output output_grads input_values"),
     Inside("torch.distributed.fsdp:FSDPModule._get_fsdp_state"),
     Inside(f"{_FSDP}._fsdp_param_group:FSDPParamGroup.post_backward", changed="torch 2.13: a list of groups"),
-    Inside(f"{_FSDP}._fsdp_param:FSDPParam"),
+    Inside(f"{_FSDP}._fsdp_param:FSDPParam.init_dtype_attrs", "mp_policy"),
+    Inside(f"{_FSDP}._fsdp_param:FSDPParam.init_unsharded_param"),
+    Inside(f"{_FSDP}._fsdp_param:FSDPParam.all_gather_inputs"),
     Inside("torch.distributed:all_gather_into_tensor", changed="torch 2.13: all_gather_single"),
     Inside("torch.distributed:reduce_scatter_tensor", changed="torch 2.13: reduce_scatter_single"),
     Inside("torch._dynamo:config"),
@@ -338,7 +383,10 @@ INSIDES = (
     Inside("torch.nn:Module.register_parameter", "name param"),
     Inside("torch.nn.attention._fa4:register_flash_attention_fa4", "module_path"),
     Inside("torch.nn.attention:register_flash_attention_impl", "impl register_fn"),
+    Inside("torch._dynamo:mark_static_address", "guard"),
     Inside("torchao.float8.float8_linear:matmul_with_hp_or_float8_args"),
+    Inside("torchao.float8.float8_training_tensor:Float8TrainingTensor"),
+    Inside("torchao.float8.float8_utils:amax_to_scale", "float8_dtype"),
     Inside("transformers:AttentionInterface.register", "key value"),
     Inside("transformers.masking_utils:AttentionMaskInterface.register", "key value"),
     Inside("transformers.masking_utils:find_packed_sequence_indices", "position_ids"),

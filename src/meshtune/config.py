@@ -185,7 +185,7 @@ class TrainConfig(Section):
     )
     precision: str = setting(
         "bf16", "Compute and master dtypes: fp32, bf16 (fp32 master weights), fp8 (bf16 with matmuls in "
-        "8 bits), bf16-pure or fp64.",
+        "8 bits; fp8-rowwise: a scale a row), bf16-pure or fp64.",
         table=PRECISIONS,
     )  # fmt: skip
     reduce_dtype: str = setting(
@@ -434,8 +434,8 @@ class Config(Section):
     def _one_of(self) -> "Config":
         if self.method == "qlora" and PRECISIONS[self.train.precision].fp8:
             raise UserError(
-                "train.precision=fp8 with method=qlora: frozen matrices are held in 4 bits and multiplied in "
-                "16; use train.precision=bf16, or method=lora."
+                f"train.precision={self.train.precision} with method=qlora: frozen matrices are held in 4 "
+                "bits and multiplied in 16; use train.precision=bf16, or method=lora."
             )
         return self
 

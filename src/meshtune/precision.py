@@ -5,6 +5,7 @@
     bf16        bfloat16   float32    bfloat16, summed in train.reduce_dtype
     bf16-pure   bfloat16   bfloat16   bfloat16, summed in train.reduce_dtype
     fp8         as bf16, with matmuls of the blocks' linear layers in 8-bit floats (`takes_fp8`)
+    fp8-rowwise as fp8, with a scale for each row of an operand instead of one for all of it
 
 Dtypes have torch's names, and torch is not imported: who has it writes `getattr(torch, name)`.
 """
@@ -33,7 +34,7 @@ class Precision:
     gradient: str  # that a backward writes
     rate: str  # the field of plan.hardware.Gpu that has the peak FLOP/s of its matmuls
     rate_share: float = 1.0  # of that rate, assumed, where data sheets have none for this precision
-    fp8: bool = False  # matmuls of the blocks' linear layers are in 8-bit floats
+    fp8: str = ""  # torchao's recipe of scales, where the blocks' linear layers multiply in 8-bit floats
     offered: bool = True  # the planner offers it instead of one that is above it in PRECISIONS
 
     def summed(self, reduce_dtype: str) -> str:
@@ -56,7 +57,8 @@ PRECISIONS = Table(
             "bfloat16",
             rate="bf16",
         ),
-        "fp8": Precision("bfloat16", "float32", "bfloat16", rate="fp8", fp8=True, offered=False),
+        "fp8": Precision("bfloat16", "float32", "bfloat16", rate="fp8", fp8="tensorwise", offered=False),
+        "fp8-rowwise": Precision("bfloat16", "float32", "bfloat16", rate="fp8", fp8="rowwise", offered=False),
         "fp64": Precision("float64", "float64", "float64", rate="fp32", rate_share=0.5, offered=False),
     },
 )

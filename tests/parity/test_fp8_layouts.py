@@ -12,6 +12,7 @@ from layouts import Trained, check, make_folder, trained
 from transformers import AutoModelForCausalLM
 
 from meshtune import precision
+from meshtune.quantised import fp8
 
 ONE = "mb4-ga4"
 LORA = ("method=lora", "lora.r=4", "lora.alpha=8")
@@ -39,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 LAYOUTS = [
     ("zero3x2", "full"), ("zero1x2-selective", "full"), ("pp2-1f1b", "full"), ("dp2-full", "lora"),
-    ("zero2x2-pp2-1f1b-attention", "full"), ("zero3x2-full2", "dora"),
+    ("zero2x2-pp2-1f1b-attention", "full"), ("zero3x2-full2", "dora"), ("zero3x2", "lora"),
 ]  # fmt: skip
 
 
@@ -55,6 +56,17 @@ def test_a_layout_gives_the_numbers_of_one_rank(layout: str, method: str, run: R
     assert abs(ours.losses[-1] - one.losses[-1]) < abs(one.losses[-1] - wide.losses[-1])
 
 
+@pytest.mark.parametrize(
+    "layout", cases(["zero3x2", "zero1x2-selective", "dp2-zero3x2-tp2-sp"], test=["zero3x2"])
+)
+def test_gathering_in_8_bits_changes_no_bit(layout: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = run(layout)
+    monkeypatch.setattr(fp8, "gather_in_8_bits", lambda *_: None)
+    wide = run(layout, "fp8", "full", "log.every=1")
+    assert (ours.losses, ours.norms, ours.evaluated) == (wide.losses, wide.norms, wide.evaluated)
+    assert all(torch.equal(ours.tensors[name], wide.tensors[name]) for name in wide.tensors)
+
+
 PARTS = [("cp2", "full"), ("tp2-sp", "full"), ("tp2", "lora"), ("ulysses2-full", "full")]
 
 
@@ -66,10 +78,13 @@ def test_parts_with_scales_of_their_own_change_less_than_8_bits_do(
     assert 0 < abs(ours.losses[0] - one.losses[0]) < abs(one.losses[0] - wide.losses[0])
 
 
-@pytest.mark.parametrize("method", cases(["full", "lora"], ci=["full"]))
-def test_it_learns_as_in_16_bits(method: str, run: Run) -> None:
+LEARNS = [("full", "fp8"), ("lora", "fp8"), ("full", "fp8-rowwise")]
+
+
+@pytest.mark.parametrize(("method", "precision"), cases(LEARNS, ci=LEARNS[:1]))
+def test_it_learns_as_in_16_bits(method: str, precision: str, run: Run) -> None:
     more = "train.max_steps=40", "train.learning_rate=2e-3"
-    narrow, wide = (run(ONE, kind, method, *more) for kind in ("fp8", "bf16"))
+    narrow, wide = (run(ONE, kind, method, *more) for kind in (precision, "bf16"))
     assert narrow.losses != wide.losses
     fall, fall_in_16 = (each.losses[0] - each.losses[-1] for each in (narrow, wide))
     assert fall == pytest.approx(fall_in_16, rel=0.03) and fall > 0.1 * wide.losses[0]

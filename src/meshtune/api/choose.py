@@ -74,12 +74,12 @@ def check_fp8(uncompiled: str) -> None:
     problems = []
     if torch.version.hip is None and capability < FP8_CAPABILITY:
         problems.append(
-            f"train.precision=fp8: {torch.cuda.get_device_name()} (compute capability "
+            f"{torch.cuda.get_device_name()} (compute capability "
             f"{'.'.join(map(str, capability))}) multiplies no 8-bit floats; GPUs do from "
             f"{'.'.join(map(str, FP8_CAPABILITY))} on (Ada, Hopper, Blackwell). Use train.precision=bf16."
         )
     if uncompiled:
-        problems.append(f"train.precision=fp8 needs compiled blocks, and {uncompiled}. Or use bf16.")
+        problems.append(f"Matmuls in 8-bit floats need compiled blocks, and {uncompiled}. Or use bf16.")
     if problems:
         raise UserError(problems)
 
@@ -209,7 +209,7 @@ def attention_and_refusals(
         step_in_backward=config.train.step_in_backward,
         tiled=config.train.mlp_tile is not None,
         quantised=bool(config.quantise),
-        fp8=PRECISIONS[config.train.precision].fp8,
+        fp8=bool(PRECISIONS[config.train.precision].fp8),
         balance=BalanceSpec(**config.experts.balancing),
         ranks=ranks,
     )

@@ -175,7 +175,7 @@ class Subject:
             step_in_backward=self.config.train.step_in_backward,
             tiled=self.config.train.mlp_tile is not None,
             quantised=bool(self.config.quantise),
-            fp8=PRECISIONS[self.config.train.precision].fp8,
+            fp8=bool(PRECISIONS[self.config.train.precision].fp8),
             balance=BalanceSpec(**self.config.experts.balancing),
         )
 

@@ -259,7 +259,9 @@ def _opened(target: Target, device: str | None, merging: bool, precision: str | 
     if spec.quantise and target.run:  # from the dtype that the run quantised from
         spec = replace(spec, quantise=settings.load(target.run.config_file).quantise)
     if PRECISIONS[spec.precision].fp8:
-        notice("train.precision=fp8 is of training: here the weights are multiplied in bfloat16.")
+        notice(
+            f"train.precision={spec.precision} is of training: here the weights are multiplied in bfloat16."
+        )
     if target.step is not None and target.run is not None:
         tokenizer = resolve.tokenizer_of(config.model, config.data)
         apply_template(tokenizer, config.data.chat_template)

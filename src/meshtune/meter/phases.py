@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from meshtune import compat
@@ -117,7 +116,8 @@ class PhaseMemory:
         weights, gathered = parameters, []
         if self.sharded:
             weights = [parameter.sharded_param for parameter in self.sharded]
-            gathered = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+            outputs = (tensor for parameter in self.sharded for tensor in parameter.all_gather_outputs)
+            gathered = [tensor for tensor in outputs if tensor.untyped_storage().nbytes()]
         sums = (parameter.unsharded_accumulated_grad for parameter in self.sharded)
         return {
             COMMUNICATION: list(self.buffers()),

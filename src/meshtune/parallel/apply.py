@@ -271,7 +271,8 @@ def cut(
     compile: bool = False,
     mlp_tile: int | None = None,
     quantise: bool = False,
-    fp8_on: str = "",
+    fp8_recipe: str = "",
+    emulate: bool = True,
 ) -> Cut:
     """Cut and shard the parts of `make()` that this rank of `world` runs, without memory.
 
@@ -281,7 +282,8 @@ def cut(
     here only under ZeRO, and of hidden states sent between stages. reduce_dtype: in which gradients are
     summed over data ranks; None: their own. compile: True to torch.compile each block separately. mlp_tile:
     tokens that an MLP runs on at a time; None: all. quantise: True to hold frozen matrices in 4 bits.
-    fp8_on: kind of device on which linear layers multiply in 8-bit floats, "cpu" or "cuda"; "": they do not.
+    fp8_recipe: scales with which linear layers multiply in 8-bit floats, "tensorwise" or "rowwise"; "": they
+    do not. emulate: in fp32, as processors do.
     Raises UserError if tp can't split the model.
     """
     layout, mesh, of_experts = world.layout, parameter_mesh(world), expert_mesh(world)
@@ -299,8 +301,8 @@ def cut(
         if quantise:
             tp = world.tp.size, world.tp.index
             shapes, splits = nf4.quantise_weights(model, frozen_matrices(model), shapes, splits, tp)
-        if fp8_on:
-            fp8.convert(model, fp8_linears(model, shapes), emulate=fp8_on == "cpu")
+        if fp8_recipe:
+            fp8.convert(model, fp8_linears(model, shapes), fp8_recipe, emulate=emulate)
         if world.cp.size > 1:
             context.attach(model, parts, world.cp, layout.cp_method)
         if mlp_tile:
@@ -321,6 +323,8 @@ def cut(
                 head=model.get_submodule(parts.head) if stage.last else None,
                 expert_mesh=of_experts, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype,
             )  # fmt: skip
+            if fp8_recipe == "tensorwise":
+                fp8.gather_in_8_bits(zero.groups(stage), mesh.get_group(mesh.ndim - 1), compute_dtype)
         stages.append(stage)
     return Cut(stages, parts, mesh, of_experts, shapes, splits, compute_dtype, reduce_dtype, compile, offload)
 

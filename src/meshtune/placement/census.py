@@ -385,8 +385,8 @@ class Census:
             sizes = [p.shape for b in self.blocks for p in b.parameters if p.linear and len(p.shape) == 2]
             largest = max(sizes, key=min, default=())
             raise UserError(
-                f"train.precision=fp8 multiplies in 8 bits with linear layers of blocks whose dimensions are "
-                f"multiples of {FP8_MULTIPLE} from {FP8_LEAST:,} on. {name} has none: its largest is "
+                "Linear layers of blocks multiply in 8-bit floats where their dimensions are multiples of "
+                f"{FP8_MULTIPLE} from {FP8_LEAST:,} on. {name} has none: its largest is "
                 f"{' x '.join(map(str, largest)) or 'in no linear layer'}. Use train.precision=bf16."
             )
 

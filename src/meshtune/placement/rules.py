@@ -496,7 +496,7 @@ def _tiles(traits: Traits) -> Iterator[Rule]:
 
 def _fp8(traits: Traits, compile: bool | str, tiled: bool) -> Iterator[Rule]:
     """Rules on matmuls in 8-bit floats: casts are only fast where a compiled block fuses them."""
-    why = "train.precision = fp8 needs compiled blocks: uncompiled, casts take longer than 8 bits save"
+    why = "Matmuls in 8-bit floats need compiled blocks: uncompiled, casts take longer than 8 bits save"
     if compile is False:
         yield Rule(
             "fp8 needs compiled blocks",

@@ -264,7 +264,7 @@ def stack_accounting(
     precision (a `precision` key), reduce_dtype and optimizer have no effect, and those fields are
     Accounting's defaults. Raises UserError for a precision that the stack has no table of.
     """
-    eight_bits = precision in ("fp8", "mxfp8")
+    eight_bits = precision in ("fp8", "fp8-rowwise", "mxfp8")
     return _stack_accounting(stack, "bf16" if eight_bits else precision, reduce_dtype, optimizer, eight_bits)
 
 

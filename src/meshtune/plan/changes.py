@@ -195,7 +195,7 @@ def _in_8_bits(workload: Workload, cluster: Cluster) -> Iterator[Change]:
     matrices = workload.work.matrices
     fits = any(gemm.fp8 for gemm in matrices) and not any(gemm.quantised for gemm in matrices)
     if of_bf16 and cluster.gpu.fp8 and fits:
-        work = workload.work.compiled(fp8=True)
+        work = workload.work.compiled(fp8="tensorwise")
         narrow = replace(workload, precision="fp8", work=work, compile=True)
         words = f"matmuls in 8-bit floats, which round their operands by {FP8_ERROR:.0%}"
         yield Change("fp8", words, "train.precision=fp8", narrow, cluster)

@@ -124,6 +124,7 @@ class Machine:
     host_master: Number = 0.0  # the same without ZeRO
     # of the fastest matmul in 8-bit floats, FLOP/s, where linear layers multiply in them; 0: they don't
     fp8_matmul_max: Number = 0.0
+    fp8_rowwise: Number = 0.0  # 1: each row of an operand has a scale
     block_update: Number = 0.0  # seconds of the matmuls (Newton-Schulz, in bf16) of one block's update
 
     @classmethod
@@ -240,7 +241,8 @@ def in_precision(machine: Machine, gpu: Gpu, precision: str) -> dict[str, Number
                 f"train.precision={precision}: {gpu.name} multiplies no 8-bit floats; use "
                 "train.precision=bf16."
             )
-        return {"fp8_matmul_max": gpu.matmul_max_fp8}
+        rowwise = PRECISIONS[precision].fp8 == "rowwise"
+        return {"fp8_matmul_max": gpu.matmul_max_fp8, "fp8_rowwise": float(rowwise)}
     faster = peak_flops(gpu, precision) / gpu.bf16
     of_peak = ("matmul_max", "core_matmul_max", "attention_64", "attention_128", "attention_256")
     return {name: getattr(machine, name) * faster for name in of_peak}

@@ -100,6 +100,8 @@ class Weight:
     matrix: bool = False  # in a block, and census.is_matrix
     in_4_bits: bool = False  # as in Parameter
     held: Number = 1.0  # its bytes over those that it has in the dtype of the passes
+    gathered: Number = 1.0  # the same of what ZeRO gathers, over `held`
+    fp8: bool = False  # as in Parameter
     by_tokens: bool = False  # as in Parameter
     of_experts: bool = False  # its rows are experts, which `ep` splits
 
@@ -246,11 +248,12 @@ class Work:
             whole_heads=next((b.whole_heads for b in census.blocks if b.attention), None),
         )
 
-    def compiled(self, *, fp8: bool = False) -> Work:
+    def compiled(self, *, fp8: str = "") -> Work:
         """The same with compiled blocks; those that were not traced so stay as they are.
 
-        fp8: matmuls are in 8-bit floats. Casting makes their inputs cheap to compute again, from the outputs
-        of matmuls, and the compiler saves those only (with scales, 0.2 % more).
+        fp8: recipe of matmuls in 8-bit floats; "": none. Casting makes their inputs cheap to compute again,
+        from the outputs of matmuls, and the compiler saves those only (with scales, 0.2 % more). With one
+        scale a matrix, ZeRO gathers weights in 8 bits.
         """
         several, one = (
             {element: each.compiled or each for element, each in traced.items()}
@@ -261,7 +264,10 @@ class Work:
                 {element: each.of_outputs() for element, each in traced.items()} for traced in (several, one)
             )
         matrices = tuple(replace(gemm, last=gemm.last or gemm.adapted_last) for gemm in self.matrices)
-        return replace(self, traced=several, traced_of_one_row=one, matrices=matrices)
+        weights = self.block_weights
+        if fp8 == "tensorwise":
+            weights = tuple(replace(weight, gathered=0.5 if weight.fp8 else 1.0) for weight in weights)
+        return replace(self, traced=several, traced_of_one_row=one, matrices=matrices, block_weights=weights)
 
     def quantised(self, element: float) -> Work:
         """The same with frozen matrices of blocks in 4 bits. element: bytes of one that is computed with."""
@@ -334,7 +340,9 @@ class Work:
         """Elements of an average block on a tensor-parallel rank, before ZeRO, times tp; without experts that
         `ep` splits. trainable: as there.
         """
-        whole = self.trained_block_parameters if trainable else self.held_block_parameters
+        whole = sum(
+            w.elements * (w.trainable if trainable else w.held * w.gathered) for w in self.block_weights
+        )
         apart = layouts.ep * self.split_experts(layouts, trainable)
         return whole - apart + (layouts.tp - 1) * self.by_tokens(layouts, trainable)
 
@@ -562,34 +570,13 @@ def _weights(parameters: Iterable[Parameter], in_blocks: int = 0) -> tuple[Weigh
 
     in_blocks: number of blocks that they are in, by which each `count` is divided; 0: they are outside.
     """
+    inside = in_blocks > 0
     alike = Counter(
-        (
-            p.shape[0],
-            math.prod(p.shape[1:]),
-            ("rows", "cols")[p.cut] if p.cut in (0, 1) else "",
-            p.heads,
-            p.trainable,
-            in_blocks > 0 and is_matrix(p.name, p.shape),
-            in_blocks > 0 and p.in_4_bits,
-            in_blocks > 0 and p.by_tokens,
-            p.experts > 0,
+        Weight(
+            p.shape[0], math.prod(p.shape[1:]), 1.0, ("rows", "cols")[p.cut] if p.cut in (0, 1) else "",
+            p.heads, float(p.trainable), inside and is_matrix(p.name, p.shape), inside and p.in_4_bits,
+            fp8=inside and p.fp8, by_tokens=inside and p.by_tokens, of_experts=p.experts > 0,
         )
         for p in parameters
-    )
-    return tuple(
-        Weight(
-            rows,
-            cols,
-            count / (in_blocks or 1),
-            cut,
-            heads,
-            float(trainable),
-            matrix,
-            in_4_bits,
-            by_tokens=by_tokens,
-            of_experts=of_experts,
-        )
-        for (rows, cols, cut, heads, trainable, matrix, in_4_bits, by_tokens, of_experts), count in (
-            alike.items()
-        )
-    )
+    )  # fmt: skip
+    return tuple(replace(weight, count=count / (in_blocks or 1)) for weight, count in alike.items())

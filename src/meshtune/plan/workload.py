@@ -237,7 +237,7 @@ class Workload:
                 optimizer=self.optimizer, step_in_backward=self.step_in_backward,
                 tiled=self.mlp_tile is not None,
                 quantised=any(gemm.quantised for gemm in self.work.matrices),
-                fp8=PRECISIONS[self.precision].fp8, balance=self.balance,
+                fp8=bool(PRECISIONS[self.precision].fp8), balance=self.balance,
             )  # fmt: skip
         else:  # its attention and its compiled blocks are its own
             yield from rules(replace(self.traits, attention=None))
@@ -460,12 +460,12 @@ def adapters_note(config: Config, census: Census, ours: bool) -> str | None:
 
 
 def fp8_note(config: Config, census: Census) -> str | None:
-    """A sentence on the matrices that train.precision=fp8 multiplies with in 8 bits; None without it."""
+    """A sentence on the matrices that are multiplied with in 8 bits; None without any."""
     if not PRECISIONS[config.train.precision].fp8:
         return None
     narrow, matrices, share = census.fp8
     return (
-        f"train.precision=fp8 multiplies with {narrow:,} of the blocks' {matrices:,} "
+        f"train.precision={config.train.precision} multiplies with {narrow:,} of the blocks' {matrices:,} "
         f"matrices in 8-bit floats: {share:.0%} of the FLOPs of matmuls with weights. All else is as in bf16."
     )
 

@@ -242,7 +242,8 @@ def structure(
         compile=spec.compile,
         mlp_tile=spec.mlp_tile,
         quantise=bool(spec.quantise),
-        fp8_on=spec.kernels if PRECISIONS[spec.precision].fp8 else "",
+        fp8_recipe=PRECISIONS[spec.precision].fp8,
+        emulate=spec.kernels == "cpu",
     )
     return Structure(whole, census, made, added, objective)
 

@@ -100,7 +100,7 @@ def test_the_planner_counts_what_compiled_blocks_keep(
     of_block = {each.name for each in step.operations if each.module == "model.layers.1"}
     assert any(name.startswith("fused") for name in of_block), "it ran uncompiled"
     model = trainable_skeleton(ModelSpec(source=source, init="random", **spec))[0]
-    work = Work.of(census_of(model)).compiled(fp8=family in IN_FP8)
+    work = Work.of(census_of(model)).compiled(fp8="tensorwise" * (family in IN_FP8))
     layouts = Columns.of([Layout.parse(f"mb1-ga1{mode}")])
     traces = work.traced[2]
     of_block = saved_by_block(
@@ -108,6 +108,20 @@ def test_the_planner_counts_what_compiled_blocks_keep(
     )
     beyond = 0.002 * (family in IN_FP8)  # scales, and the norms' 1 / RMS
     assert of_block.saved == pytest.approx([kept(step)["model.layers.1"]], rel=beyond, abs=0)
+
+
+@pytest.mark.ci
+def test_zero_gathers_the_weights_of_matmuls_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled blocks keep no copy of them, transposed or not."""
+    monkeypatch.setattr(precision, "FP8_LEAST", 16)
+    narrow, wide = (traced("zero3x2-mb1-ga1", precision=name) for name in ("fp8", "fp8-rowwise"))
+    gathered = [
+        sum(each.bytes for each in step.collectives() if each.op == "all_gather") for step in (narrow, wide)
+    ]
+    matrices, scales = H * (2 * H + 2 * KV + 3 * F), 7 * 2 * 16
+    assert gathered[1] - gathered[0] == 2 * BLOCKS * (matrices - scales)
+    of_block = [kept(step)["model.layers.1"] for step in (narrow, wide)]
+    assert of_block[0] == pytest.approx(of_block[1], rel=0.01)
 
 
 def kept_by_inductor(layout: str, source: PretrainedConfig, **spec: Any) -> float:

@@ -11,7 +11,7 @@ FACTS = {
     "matmul_max", "core_matmul_max", "attention_64", "attention_128", "attention_256", "attention_keys",
     "attention_backward", "bandwidth", "link", "network", "host_bandwidth", "node", "multiprocessors",
     "flash", "network_share", "weight_bytes", "element", "block_update", "update_memory", "loss_memory",
-    "host_states", "host_master", "fp8_matmul_max", "mlp_tile",
+    "host_states", "host_master", "fp8_matmul_max", "fp8_rowwise", "mlp_tile",
 }  # fmt: skip
 
 

@@ -401,4 +401,14 @@ def test_matmuls_in_8_bits_have_their_own_rate_and_cast_their_operands() -> None
     casts = 5 * weight + 3 * inputs, 3 * weight + 5 * outputs, 3 * (inputs + outputs)
     passes = matrix_passes(machine, tokens, gemm, 1.0)
     assert passes == pytest.approx([one + moved / 1e12 for one, moved in zip(alone, casts, strict=True)])
+    gathered = matrix_passes(machine, tokens, gemm, 1.0, True)  # in 8 bits: only laid out anew
+    assert [one - other for one, other in zip(passes, gathered, strict=True)] == pytest.approx(
+        [5 * weight / 1e12, weight / 1e12, 0], abs=1e-12
+    )
+    by_row = replace(machine, fp8_rowwise=1.0)
+    backward = matrix_passes(by_row, tokens, gemm, 1.0, True)[1:]
+    casts = 5 * weight + 3 * outputs, 3 * (inputs + outputs) + 4 * weight
+    assert backward == pytest.approx(
+        [one + moved / 1e12 for one, moved in zip(alone[1:], casts, strict=True)]
+    )
     assert matrix_passes(machine, tokens, replace(gemm, fp8=False), 1.0)[0] == matmul(machine, *sizes[0])

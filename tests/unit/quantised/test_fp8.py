@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from families import FAMILIES
 from golden import refuses
 from graphs import Graphs
+from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from meshtune import config, precision
@@ -19,6 +22,7 @@ from meshtune.layout import Layout
 from meshtune.model.load import on_meta
 from meshtune.model.lora import adapt, fp8_linears
 from meshtune.model.trace import census
+from meshtune.parallel import zero
 from meshtune.placement.rules import Traits, refusals
 from meshtune.quantised import fp8
 
@@ -39,10 +43,11 @@ def results(model: nn.Module, tokens: int = 24) -> list[Tensor]:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [24, 13])  # 48 a micro-batch are a multiple of 16, 26 are padded
-def test_a_layer_multiplies_as_torchaos(bias: bool, tokens: int) -> None:
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_layer_multiplies_as_torchaos(recipe: str, bias: bool, tokens: int) -> None:
     model, plain = layer(bias=bias), layer(bias=bias)
-    fp8.convert(model, ["0"], emulate=True)
-    settings = Float8LinearConfig(emulate=True, pad_inner_dim=True)
+    fp8.convert(model, ["0"], recipe, emulate=True)
+    settings = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True, pad_inner_dim=True)
     theirs = convert_to_float8_training(layer(bias=bias), config=settings)
     ours, wide = results(model, tokens), results(plain, tokens)
     assert all(map(torch.equal, ours, results(theirs, tokens)))
@@ -65,6 +70,29 @@ def test_a_frozen_layer_with_an_adapter_multiplies_so_too() -> None:
     fp8.convert(alone, ["0"], emulate=True)
     assert torch.equal(results(model)[0], results(alone)[0])  # B is zero
     assert not torch.equal(results(model)[0], results(plain)[0])
+
+
+def gathered_results(backend: str) -> list[Tensor]:
+    """Output and gradient of the input of a layer that these ranks share, in its second pass."""
+    model = layer()
+    fp8.convert(model, ["0"], emulate=True)
+    if backend:
+        model[0].compile(backend=backend)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    zero.shard(model, [model[0]], mesh, 3, reduce_dtype=torch.float32)
+    fp8.gather_in_8_bits(zero.groups(model), mesh.get_group(), torch.bfloat16)
+    results(model)
+    shared: Any = model[0]
+    assert all(not each.untyped_storage().nbytes() for each in shared.fp8_gathered)
+    return results(model)[:2]
+
+
+@pytest.mark.parametrize(("ranks", "backend"), [(5, ""), (2, "aot_eager_decomp_partition")])
+def test_a_gathered_layer_has_the_scale_of_the_whole_matrix(ranks: int, backend: str) -> None:
+    alone = layer()
+    fp8.convert(alone, ["0"], emulate=True)
+    for ours in run_ranks(ranks, gathered_results, backend):  # five pad 96 rows to 100
+        assert all(map(torch.equal, ours, results(alone)))
 
 
 def test_compiled_layers_are_one_graph_without_a_break() -> None:

@@ -112,7 +112,7 @@ def test_every_key_of_a_file_is_a_setting_or_in_a_comment(file: Path) -> None:
         (TORCHTUNE, "enable_activation_offloading: true, enable_activation_checkpointing: true",
          "layout: mb2-ga1-offload"),
         (AXOLOTL, "fp8: true, bf16: true", "train.precision: fp8"),
-        (FACTORY, "fp8: true", "train.precision: fp8"),
+        (FACTORY, "fp8: true, fp8_enable_fsdp_float8_all_gather: true", "train.precision: fp8"),
         (TRL, "push_to_hub: true, hub_model_id: me/x", "hub.push_to: me/x"),
         (TRL, "hub_model_id: me/x", "hub.push_to: null"),
         (TRL, "use_cpu: true, report_to: [wandb]", "train.device: cpu"),

@@ -32,7 +32,8 @@ def weight_elements(weights: Sequence[Weight], layouts: Columns) -> Elements:
 
     That is the first tensor-parallel slice of each matrix, and of it the first shard, cut along the rows
     (the rule of share.piece). Experts are cut by ep, then by whole experts or, if these are fewer than the
-    shards, inside each. A weight in 4 bits counts by its bytes, in elements of the passes' dtype.
+    shards, inside each. A weight in 4 bits counts by its bytes, in elements of the passes' dtype;
+    whole ones that ZeRO gathers in 8 bits likewise.
     Pipeline stages are not regarded.
     """
     shards = np.where(layouts.zero > 0, layouts.shard_ranks, 1.0)
@@ -50,7 +51,7 @@ def weight_elements(weights: Sequence[Weight], layouts: Columns) -> Elements:
         trained = whole * weight.trainable
         sizes.append(
             (
-                whole * weight.held,
+                whole * weight.held * np.where(layouts.zero > 0, weight.gathered, 1.0),
                 trained,
                 shard * weight.held,
                 shard * weight.trainable,

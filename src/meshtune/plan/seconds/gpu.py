@@ -25,6 +25,12 @@ ADDED = 3  # tensors that move as B's outputs are added; what `adapter_passes` h
 WRITTEN_BACKWARD = 1.3  # traffic of written attention scores in the backward, over the forward's; assumed
 
 
+# Rate of a forward's matmul with scales of rows over that with one scale: fitted to the speeds of Llama 3 8B
+# on 8 H100 in pytorch/torchtitan@7a04053 (bf16 5,760 tokens/s, rowwise 6,424, tensorwise 7,186).
+ROWWISE = 0.62
+CAST_BYTES = 18  # of an element's cast from fp32 to 8 bits, and of its scale, beyond half of a cast to 16
+
+
 def matmul_rate(machine: Machine, fastest: Number | None = None) -> Number:
     """FLOP/s of a large matmul. fastest: as of `matmul`."""
     fastest = machine.matmul_max if fastest is None else fastest
@@ -60,14 +66,18 @@ def matmul(
     return overlapped(computing, traffic)
 
 
-def matrix_passes(machine: Machine, tokens: Number, gemm: Gemm, tp: Number) -> tuple[Number, Number, Number]:
+def matrix_passes(
+    machine: Machine, tokens: Number, gemm: Gemm, tp: Number, sharded: Number = False
+) -> tuple[Number, Number, Number]:
     """Seconds of (forward, gradients of inputs, gradients of weights) of one kind of matrix in a block.
 
     All `gemm.count` of them, for `tokens` tokens; gradients count by the shares of them that are needed.
+    sharded: by ZeRO, which casts weights to 8 bits before it gathers them.
     Operands in 8-bit floats are cast from 16 bits: read for their scale (2 bytes an element), then read and
     written (3), and again where a matmul needs them transposed. What makes an input finds its scale. Counted
     in the kernels that inductor writes for a block of Llama 3.1 8B, in meshtune dryrun: 1 % fewer bytes than
-    there in the forward, 8 % fewer in the backward.
+    there in the forward, 8 % fewer in the backward. With scales of rows a forward finds them as it casts; a
+    backward finds those of weights anew, and multiplies their gradients by them (1 % more, 2 % fewer bytes).
     """
     tokens = tokens / tp if gemm.cut == "tokens" else tokens
     rows = gemm.rows / tp if gemm.cut == "rows" else gemm.rows
@@ -76,6 +86,8 @@ def matrix_passes(machine: Machine, tokens: Number, gemm: Gemm, tp: Number) -> t
     inputs = gemm.input_gradient * matmul(machine, tokens, cols, rows, fastest=fastest)
     lying = (rows, cols) if fastest is None else ()  # fp8 operands are laid out anew as they are cast
     weights = gemm.trainable * matmul(machine, rows, cols, tokens, contiguous=lying, fastest=fastest)
+    if fastest is not None:
+        fastest = fastest * np.where(machine.fp8_rowwise > 0, ROWWISE, 1.0)
     forward = matmul(machine, tokens, rows, cols, fastest=fastest)
     if gemm.quantised:  # read in 4 bits, and written for the matmul to read
         written = rows * cols * (NF4_BYTES + machine.element) / (machine.bandwidth * machine.memory)
@@ -85,9 +97,11 @@ def matrix_passes(machine: Machine, tokens: Number, gemm: Gemm, tp: Number) -> t
             size / (machine.bandwidth * machine.memory)
             for size in (rows * cols, rows * tokens, cols * tokens)
         )
-        forward = forward + 5 * weight + 3 * read
-        inputs = inputs + gemm.input_gradient * (3 * weight + 5 * output)
-        weights = weights + gemm.trainable * 3 * (output + read)
+        by_row, cast = machine.fp8_rowwise, ~np.asarray(sharded) | (machine.fp8_rowwise > 0)
+        forward = forward + cast * (5 - 2 * by_row) * weight + (3 - 1.5 * by_row) * read
+        again = np.where(cast, 3 + 2 * by_row, 2) * weight  # transposed
+        inputs = inputs + gemm.input_gradient * (again + (5 - 2 * by_row) * output)
+        weights = weights + gemm.trainable * (3 * (output + read) + 4 * by_row * weight)
     return gemm.count * forward, gemm.count * inputs, gemm.count * weights
 
 
@@ -97,7 +111,7 @@ def passes_of(
     """Return `matrix_passes`, or `grouped_passes` of experts."""
     if np.any(gemm.experts):
         return grouped_passes(machine, tokens, gemm, work, layouts)
-    return matrix_passes(machine, tokens, gemm, layouts.tp)
+    return matrix_passes(machine, tokens, gemm, layouts.tp, layouts.zero > 0)
 
 
 def attention_passes(
@@ -247,9 +261,12 @@ def block_compute(
     attention_forward = sum(forward for forward, _ in cores)
     in_block, in_block_backward = elementwise(machine, tokens, work, layouts)
     copies = [
-        shard_copies(machine, group.weights, group.trained, layouts, cut=group.cut, shards=group.ranks)
+        shard_copies(
+            machine, group.weights, group.trained, layouts, cut=group.cut, shards=group.ranks,
+            cast=group.cast,
+        )
         for group in shard_groups(work, layouts, machine)
-    ]
+    ]  # fmt: skip
     gathering, scattering = (sum(pass_copies) for pass_copies in zip(*copies, strict=True))
     of_adapters, of_adapters_backward = adapter_sums(machine, tokens, work, layouts)
     of_experts = permutations(machine, tokens, work, layouts)
@@ -323,6 +340,7 @@ def shard_copies(
     again: bool = True,
     cut: Number | None = None,
     shards: Number | None = None,
+    cast: Number = 0.0,
 ) -> tuple[Number, Number]:
     """Seconds of (forward, backward) in one micro-batch of FSDP2's copies: memory traffic.
 
@@ -331,14 +349,15 @@ def shard_copies(
     ZeRO-3 gathers in the forward and in the backward, ZeRO-1 and -2 once a step.
 
     whole, trained: elements before tp and ZeRO. again: whether ZeRO-3 gathers in the backward too. cut,
-    shards: ranks that they are cut over before ZeRO, and sharded over by it; None: those of the layout.
+    shards: ranks that they are cut over before ZeRO, and sharded over by it; None: those of the layout. cast:
+    elements that are cast to 8 bits.
     """
     steps = layouts.gradient_accumulation_steps
     cut = layouts.tp if cut is None else cut
     shards = layouts.shard_ranks if shards is None else shards
     element, summed = machine.element, machine.scatter_bytes
-    cast = np.where(summed > element, summed + element, 0.0)
-    gather = whole * (2 * element + (2 * element + cast) / shards)
+    narrowed = np.where(summed > element, summed + element, 0.0)
+    gather = whole * (2 * element + (2 * element + narrowed) / shards) + CAST_BYTES * cast / shards
     adding = np.where(steps > 1, 3 * summed / shards, 0.0)
     scatter = trained * (element + summed + adding)
     seconds = machine.counted / (cut * machine.bandwidth * machine.memory)

@@ -31,6 +31,7 @@ class ShardGroup(NamedTuple):
     cut: Number  # ranks that they are cut over before
     weights: Number  # elements of all, by their bytes
     trained: Number  # elements
+    cast: Number = 0.0  # elements that are cast to 8 bits for a gather
 
 
 def expert_shards(layouts: Columns, machine: Machine) -> tuple[Number, Number]:
@@ -42,7 +43,8 @@ def expert_shards(layouts: Columns, machine: Machine) -> tuple[Number, Number]:
 def shard_groups(work: Work, layouts: Columns, machine: Machine) -> Iterator[ShardGroup]:
     """Yield what all shards have, then experts that ep splits."""
     ranks = layouts.shard_ranks, ranks_in_node(layouts.shard_ranks, layouts.tp, machine)
-    yield ShardGroup(*ranks, layouts.tp, work.shared_block(layouts), work.shared_block(layouts, True))
+    cast = sum(weight.elements for weight in work.block_weights if weight.gathered != 1)
+    yield ShardGroup(*ranks, layouts.tp, work.shared_block(layouts), work.shared_block(layouts, True), cast)
     if np.any(layouts.ep > 1):
         experts = (layouts.ep * work.split_experts(layouts, trainable) for trainable in (False, True))
         yield ShardGroup(*expert_shards(layouts, machine), layouts.ep, *experts)
