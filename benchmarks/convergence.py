@@ -31,14 +31,14 @@ RECIPES = {  # name -> (that it stands for, its settings)
     "fp8": ("bf16", (*FULL, "train.precision=fp8")),
     "fp8-rowwise": ("bf16", (*FULL, "train.precision=fp8-rowwise")),
 }
-VOCABULARY = 2048
+VOCABULARY, WIDTH, HELD_OUT = 2048, 256, 400  # width: 3 M parameters
 COMMON = (
     "data.seq_len=256", "train.global_batch_size=8", "layout=mb8-ga1", "train.precision=fp32",
     "log.to=[jsonl]", "checkpoint.every=0", "output_exists=replace", "eval.at_start=true",
 )  # fmt: skip
 
 
-def make_base(folder: Path, rows: list[dict[str, str]], width: int) -> None:
+def make_base(folder: Path, rows: list[dict[str, str]], width: int = WIDTH) -> None:
     """Write a folder with a model that was not trained, and a tokenizer of the rows' words."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -73,8 +73,8 @@ def main() -> None:
     parser.add_argument("--recipes", default=",".join(RECIPES), help="of these, comma-separated")
     parser.add_argument("--learning-rate", help="of all recipes, instead of their own")
     parser.add_argument("--from-scratch", action="store_true")
-    parser.add_argument("--width", type=int, default=256, help="of hidden states; 128: 1.2 M parameters")
-    parser.add_argument("--held-out", type=int, default=400, help="rows of the evaluation")
+    parser.add_argument("--width", type=int, default=WIDTH, help="of hidden states; 128: 1.2 M parameters")
+    parser.add_argument("--held-out", type=int, default=HELD_OUT, help="rows of the evaluation")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     precision.FP8_LEAST = 16  # else matrices of this model keep 16 bits

@@ -112,11 +112,11 @@ def sharding_integers() -> Iterator[None]:
     if _number(version("torch")) >= (2, 12):
         yield
         return
-    module.nn = SimpleNamespace(**vars(nn) | {"Parameter": parameter})  # type: ignore[assignment]
+    module.__dict__["nn"] = SimpleNamespace(**vars(nn) | {"Parameter": parameter})
     try:
         yield
     finally:
-        module.nn = nn
+        module.__dict__["nn"] = nn
 
 
 def keep_integers(module: Any) -> None:
