@@ -254,6 +254,7 @@ class Machines:
                 "block_update": 0.0,  # all were trained with AdamW
                 "update_memory": 1.0,  # its own share is measured by probes alone
                 "fp8_matmul_max": 0.0,  # matmul_max has it, and constants have casts
+                "fp8_rowwise": 0.0,
                 "host_bandwidth": np.inf,  # nothing was in host memory
                 "host_states": 0.0,
                 "host_master": 0.0,

@@ -350,6 +350,8 @@ INSIDES = (
     Inside(f"{_PIPELINING}._backward:stage_backward", "stage_output output_grads input_values"),
     Inside("torch.distributed.fsdp:FSDPModule._get_fsdp_state"),
     Inside(f"{_FSDP}._fsdp_param_group:FSDPParamGroup.post_backward", changed="torch 2.13: a list of groups"),
+    Inside(f"{_FSDP}:_fsdp_param"),
+    Inside(f"{_FSDP}._fsdp_param:FSDPParam"),
     Inside(f"{_FSDP}._fsdp_param:FSDPParam.init_dtype_attrs", "mp_policy"),
     Inside(f"{_FSDP}._fsdp_param:FSDPParam.init_unsharded_param"),
     Inside(f"{_FSDP}._fsdp_param:FSDPParam.all_gather_inputs"),

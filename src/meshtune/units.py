@@ -193,6 +193,12 @@ def notice(text: str, *, dim: bool = False) -> None:
     print(f"\033[2m{lines}\033[0m" if pale else lines, file=sys.stderr, flush=True)
 
 
+def money(amount: float, currency: str = "") -> str:
+    """Format an amount, with its currency where one is named: `money(0.0951, "USD") == "0.0951 USD"`."""
+    small = 2 - math.floor(math.log10(amount)) if 0 < amount < 1 else 2
+    return f"{amount:,.{0 if amount >= 10_000 else small}f} {currency}".rstrip()
+
+
 # Variables that number the ranks (torchrun, srun) or the machines of a run; the first that is set counts.
 NUMBERS = (
     "RANK", "SLURM_PROCID", "SKYPILOT_NODE_RANK", "DSTACK_NODE_RANK", "PET_NODE_RANK", "MESHTUNE_MACHINE",

@@ -288,7 +288,8 @@ def test_what_train_refuses_its_dry_run_refuses(
     words = short_run(rows, tmp_path / "cache", tmp_path / "run")
     assert "gone.jsonl" in meshtune("train", *words, "data.train=gone.jsonl", "--dry-run", code=2).err
     says(meshtune("train", *words, "layout=zero3x2-mb2", "--nproc", "4", "--dry-run", code=2).err)
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():
+    names = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    for name, value in names.items():
         monkeypatch.setenv(name, value)
     says(meshtune("train", *words, "--dry-run", code=2).err)
     assert not (tmp_path / "run").exists()

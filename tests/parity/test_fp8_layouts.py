@@ -60,7 +60,7 @@ def test_a_layout_gives_the_numbers_of_one_rank(layout: str, method: str, run: R
     "layout", cases(["zero3x2", "zero1x2-selective", "dp2-zero3x2-tp2-sp"], test=["zero3x2"])
 )
 def test_gathering_in_8_bits_changes_no_bit(layout: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = run(layout)
+    ours = run(layout, "fp8", "full")
     monkeypatch.setattr(fp8, "gather_in_8_bits", lambda *_: None)
     wide = run(layout, "fp8", "full", "log.every=1")
     assert (ours.losses, ours.norms, ours.evaluated) == (wide.losses, wide.norms, wide.evaluated)

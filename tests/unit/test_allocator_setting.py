@@ -90,7 +90,13 @@ def test_ranks_that_are_started_here_have_expandable_segments(trained: Any, rank
 
 
 def test_ranks_of_torchrun_have_expandable_segments(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    words = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
     for name, value in words.items():
         monkeypatch.setenv(name, value)
     assert launch.joined()

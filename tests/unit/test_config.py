@@ -183,7 +183,7 @@ def test_every_setting_is_described_in_one_sentence() -> None:
     texts = dict(described(Config))
     assert {key for key in config.SETTINGS if key not in texts} == {
         "model", "dpo", "kto", "orpo", "simpo", "reward", "lora", "data", "train", "eval", "checkpoint",
-        "log", "hub", "experts",
+        "log", "hub", "experts", "cluster.slurm",
     }  # fmt: skip
     assert [key for key, text in texts.items() if not re.fullmatch(r"[A-Z][^.]*(\.\S[^.]*)*\.", text)] == []
 

@@ -22,13 +22,13 @@ from meshtune.plan import advice
 from meshtune.plan.advice import Alternative
 from meshtune.plan.changes import Count, Lighter, Outcome, empty_plan_error, other_batches, silent
 from meshtune.plan.cluster import Cluster, Size, cluster_for, clusters_of
-from meshtune.plan.cost import NO_BOUNDS, UNPLANNED, Bounds, RunCost, RunLength, money, run_length, unknown
+from meshtune.plan.cost import NO_BOUNDS, UNPLANNED, Bounds, RunCost, RunLength, run_length, unknown
 from meshtune.plan.facts import cluster_facts, model_facts, workload_facts
 from meshtune.plan.hardware import GIGA
 from meshtune.plan.phrases import unmeasured
 from meshtune.plan.search import Choice, Plan, best_fitting, peaks, search
 from meshtune.plan.workload import Workload
-from meshtune.units import duration, significant
+from meshtune.units import duration, money, significant
 
 KIND = ("zero", "tp", "cp", "cp_method", "ep", "pp", "schedule")  # fields of layouts that are one kind
 KIN = 0.01  # share of the step by which layouts of a kind take longer than its best and are counted with it

@@ -14,7 +14,7 @@ from meshtune.data.cache import Summary, read_summary
 from meshtune.errors import UserError
 from meshtune.length import ending, limits, step_tokens
 from meshtune.objectives import OBJECTIVES
-from meshtune.units import count, counted, duration
+from meshtune.units import count, counted, duration, money
 
 if TYPE_CHECKING:
     from meshtune.plan.cluster import Cluster
@@ -168,12 +168,6 @@ class RunCost:
             return f"{sentence}."
         before, share = duration(self.reference_seconds), self.reference_seconds / self.seconds
         return f"{sentence}. The reference's pass over all rows is {before} of it ({share:.1%})."
-
-
-def money(amount: float, currency: str = "") -> str:
-    """Format an amount, with its currency where one is named: `money(0.0951, "USD") == "0.0951 USD"`."""
-    decimals = 0 if amount >= 10_000 else 2 if amount >= 1 else 2 - math.floor(math.log10(amount))
-    return f"{amount:,.{decimals}f} {currency}".rstrip()
 
 
 # bounds #

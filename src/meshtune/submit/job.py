@@ -22,10 +22,10 @@ from meshtune.placement.columns import Columns
 from meshtune.plan.answer import Answer, check_bounds, cluster_sizes
 from meshtune.plan.changes import silent
 from meshtune.plan.cluster import cluster_for
-from meshtune.plan.cost import NO_BOUNDS, Bounds, bounds_of, epoch_of, money, seconds_of, unknown
+from meshtune.plan.cost import NO_BOUNDS, Bounds, bounds_of, epoch_of, seconds_of, unknown
 from meshtune.plan.search import Choice, times
 from meshtune.rundir import EXPECTED, RunDir, saved_steps
-from meshtune.units import GIB, counted, duration, human
+from meshtune.units import GIB, counted, duration, human, money
 
 START = 600.0  # seconds until the first step: machines, image, weights, data, compiler
 WRITE = 1e9  # bytes/s that all ranks together write a checkpoint with
@@ -312,11 +312,12 @@ def happening(config: Config, every: int | str, steps: int, sequences: int | Non
 
 def held_out(config: Config, summary: Summary | None) -> float:
     """Global batches of one evaluation; EVALUATION where its rows are not counted."""
-    share, split = summary, config.data.eval_split
-    if config.data.eval or share is None:
+    split = config.data.eval_split
+    if split >= 1:  # rows, of which a sequence may hold several
+        return split / config.global_batch_size
+    if config.data.eval or summary is None:
         return EVALUATION
-    sequences = share.sequences * split / (1 - split) if split < 1 else split
-    return sequences / config.global_batch_size
+    return summary.sequences * split / (1 - split) / config.global_batch_size
 
 
 def limit_of(config: Config, seconds: float, margin: int) -> tuple[int, int]:

@@ -15,11 +15,12 @@ from meshtune.data.pack import Dataset
 from meshtune.errors import UserError
 from meshtune.length import steps_of
 from meshtune.plan.cluster import cluster_of, prices_of
-from meshtune.plan.cost import money, run_length
+from meshtune.plan.cost import run_length
 from meshtune.plan.explanation import explain
 from meshtune.plan.hardware import catalogue
 from meshtune.report.plan.documents import explained
 from meshtune.sections import ClusterConfig
+from meshtune.units import money
 
 Settings = Callable[..., list[str]]
 

@@ -28,7 +28,7 @@ def job(*words: str, **options: Any) -> Job:
 def test_time_limit_margin_and_price_are_those_of_a_count_by_hand() -> None:
     choice = plan(config.load(None, [*RUN])).choice
     step, error = choice.seconds.total, choice.accuracy.time or 0.0
-    made = job("data.eval_split=32", "eval.every=100", "layout.tp=1")
+    made = job("data.eval_split=32", "eval.every=100", "layout=auto")
     parts = {part.name: part for part in made.parts}
     assert parts["steps"].seconds == pytest.approx(1000 * step)
     assert parts["steps"].most == pytest.approx(1000 * step * (1 + error))

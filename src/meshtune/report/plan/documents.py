@@ -18,7 +18,7 @@ from rich.text import Text
 from meshtune import __version__
 from meshtune.errors import UserError, check_file
 from meshtune.plan.advice import COMPUTE, comparison
-from meshtune.plan.cost import RunCost, money
+from meshtune.plan.cost import RunCost
 from meshtune.plan.facts import cluster_facts
 from meshtune.plan.memory.timeline import CATEGORIES
 from meshtune.plan.models import tables
@@ -37,7 +37,7 @@ from meshtune.report.plan.numbers import by_memory_part, plus_minus, seconds
 from meshtune.report.plan.panels import memory_and_time, memory_bars, over_time, predicted, time_bars
 from meshtune.report.plan.screen import MORE, PYTHON, CommandLine, command, first_screen, kinds, reliability
 from meshtune.report.plan.tables import clusters_table, explanation, layouts_table, side_by_side
-from meshtune.units import GIB, count, counted, duration, human, number
+from meshtune.units import GIB, count, counted, duration, human, money, number
 from meshtune.yaml_tree import read_yaml
 
 if TYPE_CHECKING:

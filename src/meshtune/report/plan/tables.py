@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshtune.plan.cost import money
 from meshtune.plan.memory.stages import RANKS
 from meshtune.plan.memory.tensors import EVENTS
 from meshtune.plan.phrases import of_objective, spent
@@ -36,7 +35,7 @@ from meshtune.report.plan.numbers import (
     speed_unit,
     time_parts,
 )
-from meshtune.units import GIB, counted, human
+from meshtune.units import GIB, counted, human, money
 
 if TYPE_CHECKING:
     from meshtune.plan.answer import Offer

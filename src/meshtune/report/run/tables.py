@@ -11,12 +11,11 @@ from rich.text import Text
 
 from meshtune.meter.rows import matches, unfinished_answers
 from meshtune.objectives import OBJECTIVES
-from meshtune.plan.cost import money
 from meshtune.report.draw.document import Section
 from meshtune.report.draw.table import facts
 from meshtune.report.run.summary import Summary, objective_of, samples_of, summarise, values
 from meshtune.rundir import RunDir
-from meshtune.units import count, counted, duration, human, printable
+from meshtune.units import count, counted, duration, human, money, printable
 
 LABEL_WIDTH = 16  # columns of the terminal, of labels and the space behind them
 
