@@ -428,8 +428,8 @@ def _known(fixed: Mapping[str, Any], open_fields: Collection[str]) -> Layout:
     UserError for contradictions.
     """
     valid = {name: value for name, value in fixed.items() if not _undetermined(name, open_fields)}
-    if "zero" in open_fields and valid.get("dp_shard", 1) != 1:
-        valid["zero"] = 1
+    if valid.get("dp_shard", 1) != 1 and ("zero" in open_fields or "zero" in fixed):
+        valid["zero"] = fixed.get("zero", 1)  # undetermined only where cp is, to which it may belong too
     if "schedule" in open_fields and valid.get("virtual_stages", 1) != 1:
         valid["schedule"] = VIRTUAL_SCHEDULES[0]
     return Layout(**valid)

@@ -123,6 +123,7 @@ def test_a_mapping_may_fix_some_fields_and_leave_others_auto() -> None:
     [
         ({"dp_shard": "auto", "zero": 3}, 4, "zero3x4-mb4-ga1"),
         ({"dp_shard": "auto", "zero": 3}, 1, "mb4-ga4"),
+        ({"dp_shard": 4, "zero": 3, "cp": "auto"}, 4, "zero3x4-mb4-ga1"),
         ({"dp_replicate": 2, "dp_shard": "auto", "zero": 2}, 4, "dp2-zero2x2-mb4-ga1"),
         ({"dp_shard": 4, "zero": "auto", "dp_replicate": "auto"}, 8, "dp2-zero1x4-mb2-ga1"),
         ({"pp": 2, "schedule": "auto", "virtual_stages": 2}, 2, "pp2-interleaved1f1b-v2-mb4-ga4"),
