@@ -30,7 +30,7 @@ WHOLE = {
     "lines of src": 79_460,  # 52,000
     "files of src": 364,  # 280
     "files in one folder of src": 22,  # 22
-    "lines of tests": 57_299,  # 36,000
+    "lines of tests": 57_301,  # 36,000
 }
 
 ATTEND = "the signature of core.attend_rows, which it stands in for on the ranks of cp"

@@ -159,7 +159,7 @@ TILED = [  # 64 columns, 4 rows a micro-batch
 ]
 
 
-@pytest.mark.parametrize(("layout", "words"), cases(TILED, test=2, ci=4))
+@pytest.mark.parametrize(("layout", "words"), cases(TILED, test=1, ci=5))
 def test_mlps_in_tiles_are_those_of_one_rank(
     layout: str, words: tuple[str, ...], folder: Path, tmp_path: Path
 ) -> None:

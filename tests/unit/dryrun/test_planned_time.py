@@ -62,6 +62,7 @@ def test_a_pipelines_step_takes_as_long_in_both(text: str) -> None:
     assert planned.total == pytest.approx(simulated.total, rel=STEP)
 
 
+@pytest.mark.ci
 def test_the_forward_without_gradients_of_kto_is_the_planned_one() -> None:
     layout = Layout.parse("dp8-mb1-ga6")  # three of the micro-batches are traced
     _, parts, _, table = both_ways(layout, SHAPE, preference=PreferenceSpec("kto"))

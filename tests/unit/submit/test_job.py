@@ -53,6 +53,7 @@ def test_the_margin_is_never_below_a_step_and_a_checkpoint(words: tuple[str, ...
     assert job(*words).margin >= answer.choice.seconds.total + answer.workload.checkpoint_bytes / 1e9 + 60
 
 
+@pytest.mark.ci
 def test_machines_are_given_or_chosen_within_the_bounds_or_refused() -> None:
     assert (job().machines, job().gpus) == (2, 8)
     assert (job("cluster.gpus=4").machines, job("cluster.gpus=4").gpus) == (1, 4)
