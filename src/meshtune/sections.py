@@ -432,8 +432,8 @@ class ClusterConfig(Section):
         {}, "Measured efficiencies, by hardware.toml's names; shares of a peak are at most 1."
     )
     storage: str | None = setting(
-        None, "Folder, or address of an object store, that all machines see: `meshtune submit` puts a "
-        "relative output, the data cache and HF_HOME there.", path=True, min_length=1,
+        None, "Folder that all machines see: `meshtune submit` puts a relative output, the data cache and "
+        "HF_HOME there.", path=True, min_length=1,
     )  # fmt: skip
     time_limit: str | None = setting(
         None, "Longest job that the cluster allows, such as 24h: `meshtune submit` divides a longer run."

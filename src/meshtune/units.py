@@ -209,7 +209,8 @@ def on_first_rank() -> bool:
     """True unless this process is another rank than the first, or starts ranks on another machine than the
     first, by the variables of what started it.
     """
-    return next((text for name in NUMBERS if (text := os.environ.get(name, "").strip())), "0") == "0"
+    names = (*NUMBERS, "JOB_COMPLETION_INDEX") if os.environ.get("MESHTUNE_MACHINES") else NUMBERS
+    return next((text for name in names if (text := os.environ.get(name, "").strip())), "0") == "0"
 
 
 def few(names: Sequence[str], most: int = 5) -> str:

@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -148,7 +148,7 @@ class MachineClaim:
         """place: of the machine's first rank. folder: of `record_failure`. grace: see `HangLimits`."""
         self.machine, self.place, self.folder, self.grace = machine, place, folder, grace
         self.first: int | None = machine.number  # None: the first machine, which has the store, is gone
-        self.made = self.lost = False
+        self.made = False
 
     def make(self) -> None:
         """Claim the failure for this machine in the store, which ends the ranks of all (`Watch`)."""
@@ -156,8 +156,7 @@ class MachineClaim:
             return
         self.made = True
         failures = [pickle.loads(file.read_bytes()) for file in self.folder.glob("failed-*")]
-        self.lost = bool(failures) and all(failure.consequence for failure in failures)
-        if self.lost:
+        if failures and all(failure.consequence for failure in failures):
             time.sleep(self.grace / 2)  # the machine that was the cause claims first
         try:
             store = connect(self.place, timeout=timedelta(seconds=self.grace))
@@ -167,17 +166,19 @@ class MachineClaim:
         except RuntimeError:
             self.first = None
 
-    def linger(self) -> None:
-        """Keep the store until the other machines have seen the claim."""
-        if self.made and self.machine.number == 0:
+    def linger(self, received: Sequence[signal.Signals]) -> None:
+        """Keep the store until the other machines have seen the claim; not after a second Ctrl-C."""
+        if self.made and received.count(signal.SIGINT) < 2 and self.machine.number == 0:
             time.sleep(2 * self.grace)
 
-    def raise_for_another(self) -> None:
+    def raise_for_another(self, failures: Sequence[Failure]) -> None:
         """Raise RankFailed if a rank of another machine failed before this one's, or if another machine was
-        lost.
+        lost. failures: of this machine's ranks.
         """
+        if not self.made:
+            return
         own = f"Machine {self.machine.number} of {self.machine.machines} ended after"
-        if self.lost and self.first in (None, self.machine.number):
+        if all(failure.consequence for failure in failures) and self.first in (None, self.machine.number):
             raise RankFailed(
                 f"{own} it lost the connection to another, which may be gone: see the others' output."
             )

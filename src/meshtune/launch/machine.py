@@ -153,6 +153,9 @@ def _of(platform: Platform, given: Mapping[str, str]) -> Machine | None:
     if mine >= machines:
         raise UserError(f"{own}={mine} of {platform.machines}={machines}: machines count from 0.")
     ranks = given.get(platform.ranks, "").strip()
+    port = number(given, platform.port, 1, 1)
+    if port > 65535:
+        raise UserError(f"{platform.port}={port}: a port is at most 65535.")
     named = f"{given.get(platform.run, '')} {given[platform.address]}"
     return Machine(
         mine,

@@ -16,7 +16,12 @@ def slurm_output(*words: str) -> str:
     """Output of one of Slurm's commands. Raises UserError, with its words, if it is missing or fails."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=120, start_new_session=True)
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"{words[0]} has not answered for 120 s; what it was asked to do may be done: look at "
+            "`squeue --me` before you try again."
+        ) from None
+    except OSError as error:
         raise UserError(
             f"Slurm's {words[0]} can't be run: {error}. Work on a machine that has it on PATH."
         ) from None

@@ -153,7 +153,7 @@ def run_here(
             claim = MachineClaim(machine, places[0], folder, limits.grace)
             with forwarded_signals(processes) as received:
                 ended = wait_for(processes, limits.grace, claim.make)
-            claim.linger()
+            claim.linger(received)
             del store
         finally:
             for process in processes:
@@ -163,7 +163,7 @@ def run_here(
         failures = list(failures_of(places, processes, ended, folder))
         if not failures:
             return pickle.loads((folder / RESULT).read_bytes())
-    claim.raise_for_another()
+    claim.raise_for_another(failures)
     raise_first(failures, received)
 
 

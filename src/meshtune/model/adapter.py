@@ -159,7 +159,7 @@ def _targets(
     if lost := _lost(model):
         notice(
             f"peft 0.21 does not load {counted(len(lost), 'tensor')} of this adapter, such as {min(lost)}: "
-            "it changes their names as if the base's files had them. Merge the adapter (export --merge)."
+            "it renames them as transformers renames those of the base. Merge the adapter (export --merge)."
         )
     weights = {f"{name}.weight" for name in taken} | {*adapted_weights(model)}
     parameters = {*dict(model.named_parameters()), *aside_names(model)}

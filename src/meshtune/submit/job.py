@@ -180,7 +180,7 @@ def job_of(
     tried = ", ".join(str(one.choice.cluster.gpus) for one in answers)
     rule = "shortest" if budget else "cheapest"
     clause = bounds.clause(cluster.currency, several=True)
-    why = f"the {rule} of the runs on {tried} GPUs that {clause}"
+    why = f"the {rule} of the runs on {tried} GPUs that keep the bounds ({clause})"
     jobs = [made(config, one, words, why) for one in answers]
     within = [job for job in jobs if not job.over(bounds)]
     if not within:
@@ -205,10 +205,13 @@ def made(config: Config, answer: Answer, words: Sequence[str], why: str) -> Job:
             "cluster=my-cluster.toml."
         )
     output, environment, moved = places(config)
-    parts = parts_of(config, answer, steps_left(answer, output))
-    writing = answer.workload.checkpoint_bytes / WRITE
+    parts = parts_of(config, answer, steps_left(config, answer, output))
+    # A checkpoint that is still being written is waited for first.
+    writing = answer.workload.checkpoint_bytes / WRITE * (2 if config.checkpoint.async_save else 1)
     margin = math.ceil(choice.seconds.total * (1 + error_of(choice)) + writing + EARLY)
     limit, jobs = limit_of(config, sum(part.most for part in parts), margin)
+    if jobs > 1:
+        parts = (*parts[:-1], Part("start", START * jobs, START * jobs, f"assumed, of {jobs} jobs"))
     expected = {
         "seconds": round(sum(part.seconds for part in parts)),
         "most": round(sum(part.most for part in parts)),
@@ -257,14 +260,15 @@ def error_of(choice: Choice) -> float:
     return ERROR if choice.accuracy.time is None else choice.accuracy.time
 
 
-def steps_left(answer: Answer, output: str) -> int:
-    """Optimizer steps behind the newest checkpoint in the run folder.
+def steps_left(config: Config, answer: Answer, output: str) -> int:
+    """Optimizer steps behind the newest checkpoint in the run folder; all for a run that begins anew.
 
     Raises UserError for a run of unknown length, and for one that has done all its steps.
     """
     if (steps := answer.length.steps) is None:
         raise UserError(unknown(answer.length.missing))
-    done = saved_steps(RunDir(expanded(output)).checkpoints)[-1:]
+    anew = config.output_exists in ("new", "replace") or config.checkpoint.resume == "never"
+    done = [] if anew else saved_steps(RunDir(expanded(output)).checkpoints)[-1:]
     if done and done[0] >= steps:
         raise UserError(
             f"output = {output} has a checkpoint of step {done[0]}, and the run has {steps}: nothing is left "
@@ -354,9 +358,10 @@ def mount_of(storage: str | None) -> str:
 
 def places(config: Config) -> tuple[str, dict[str, str], list[str]]:
     """(The run folder, variables, settings of the command) with what is below cluster.storage there."""
+    output = str(expanded(config.output))
     if not (mount := mount_of(config.cluster_config.storage)):
-        return config.output, {}, []
-    output = config.output if Path(config.output).is_absolute() else f"{mount}/{config.output}"
+        return output, {}, []
+    output = output if Path(output).is_absolute() else f"{mount}/{output}"
     default = config.data.cache == DataConfig().cache
     return output, {"HF_HOME": f"{mount}/hf"}, [f"data.cache={mount}/cache"] if default else []
 

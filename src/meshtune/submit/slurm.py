@@ -3,6 +3,7 @@
 Options of the container belong to srun: the script itself needs scontrol, which images lack.
 """
 
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -31,6 +32,7 @@ OURS = (
     "requeue", "no-requeue", "open-mode", "signal", "wrap",
 )  # fmt: skip
 SETTINGS = {  # word in a refusal of sbatch -> what has the value
+    "accounting/qos": "cluster.slurm.qos or cluster.slurm.account, or make the job smaller",
     "account": "cluster.slurm.account", "partition": "cluster.slurm.partition", "qos": "cluster.slurm.qos",
     "feature": "cluster.slurm.constraint", "constraint": "cluster.slurm.constraint",
     "time limit": "cluster.time_limit", "gres": "cluster.slurm.extra (such as --gpus-per-node=h100:8)",
@@ -54,7 +56,8 @@ def files(job: "Job", options: Mapping[str, Any]) -> dict[str, str]:
     exports = "".join(f"export {name}={shlex.quote(text)}\n" for name, text in job.environment.items())
     container = options.get("container")
     first = FIRST if container and job.machines > 1 else ""
-    srun = ["srun", f"--cpus-per-task={job.cpus // job.gpus}", *contained(job, container)]
+    srun = ["srun", '--cpus-per-task="$SLURM_CPUS_PER_TASK"', *contained(job, container)]
+    first += f"mkdir -p {shlex.quote(str(PurePosixPath(job.output).parent))}\n" if container else ""
     text = f"""#!/bin/bash
 # Written by `meshtune submit --to slurm`; its next call writes it anew.
 {comments}{directives}
@@ -84,6 +87,10 @@ def words_of(job: "Job", options: Mapping[str, Any]) -> list[str]:
         "requeue": True, "open-mode": "append", "signal": f"USR1@{job.margin}",
         **{name: options[name] for name in ("partition", "account", "qos", "constraint") if options[name]},
     }  # fmt: skip
+    others = {"mem": ("mem-per-cpu", "mem-per-gpu"), PER_NODE: ("gres", "gpus", "gpus-per-task")}
+    for name, instead in others.items():  # sbatch refuses both
+        if not extra.keys().isdisjoint(instead):
+            words.pop(name, None)
     return option_words({**words, **extra})
 
 
@@ -91,8 +98,10 @@ def contained(job: "Job", container: str | None) -> list[str]:
     """Words, as the shell reads them, that put the ranks of srun into a container."""
     if not container:
         return []
-    folders = [job.mount, str(PurePosixPath(job.output).parent)]
-    seen = ['"$PWD"', *(shlex.quote(path) for path in dict.fromkeys(folders) if path.startswith("/"))]
+    here, parent = Path.cwd(), Path(os.path.abspath(job.output)).parent
+    folders = [Path(job.mount)] if job.mount else []
+    folders += [parent] if not any(map(parent.is_relative_to, (here, *folders))) else []
+    seen = ['"$PWD"', *(shlex.quote(str(path)) for path in folders)]
     if container.endswith(".sif"):
         binds = [word for path in seen for word in ("--bind", path)]
         return ["apptainer", "exec", *["--nv"] * (not job.processor), *binds, "--pwd", '"$PWD"',
@@ -118,7 +127,8 @@ def send(folder: Path) -> str:
         answer = slurm_output("sbatch", "--parsable", f"--output={log}", str(folder / SCRIPT))
     except UserError as error:
         said = str(error)
-        named = [setting for word, setting in SETTINGS.items() if word in said.lower()][:1]
+        found = (name for word, name in SETTINGS.items() if re.search(rf"\b{word}\b", said.lower()))
+        named = [*found][:1]
         raise UserError(f"{said.rstrip('.')}. Change {named[0]}." if named else said) from None
     return answer.split(";")[0].strip()
 
@@ -150,12 +160,15 @@ def logs(job: str) -> Iterator[str]:
     found = re.search(r"^\s*StdOut=(.*)$", shown, re.MULTILINE)
     file = Path(found[1]) if found else Path(f"{job}.out")
     if not file.exists():
-        raise UserError(f"The job {job} has written no log yet: {file}. It is {status(job)}")
+        raise UserError(f"The job {job} has written no log yet: {file}. {status(job)}")
     with file.open(encoding="utf-8", errors="replace") as lines:
         yield from (line.rstrip("\n") for line in lines)
 
 
 def cancel(job: str) -> str:
-    """Cancel a job: its run gets SIGTERM, saves and ends."""
+    """Cancel a job: its run gets SIGTERM, and saves where Slurm's KillWait is long enough."""
     slurm_output("scancel", job)
-    return f"Slurm's job {job} is cancelled: a run that has begun saves a checkpoint within Slurm's KillWait."
+    return (
+        f"Slurm's job {job} is cancelled: a run that has begun saves a checkpoint if that and a step take "
+        "less than Slurm's KillWait (30 s by default)."
+    )

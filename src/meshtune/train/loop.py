@@ -481,8 +481,8 @@ def interrupted(run: Run) -> Interrupted:
         return Interrupted(f"{stopped}. {saved}")
     return NoProgress(
         f"{stopped}: {times} stops in a row left no new checkpoint, so this ends with exit code "
-        f"{NoProgress.exit_code}, which no queue repeats. Give it more time than a start, a step and a "
-        f"checkpoint need. {saved}"
+        f"{NoProgress.exit_code} instead of {Interrupted.exit_code}. Give it more time than a start, a step "
+        f"and a checkpoint need. {saved}"
     )
 
 

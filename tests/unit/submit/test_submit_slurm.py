@@ -42,6 +42,11 @@ def test_a_container_belongs_to_srun_and_words_with_spaces_stay_whole() -> None:
     says([line for line in of_apptainer.splitlines() if line.startswith("srun")])
 
 
+def test_extra_options_replace_those_of_the_plan() -> None:
+    text = script("cluster.slurm.extra=[--cpus-per-task=8, --mem-per-cpu=4G]")
+    assert "#SBATCH --cpus-per-task=8\n" in text and "--cpus-per-task=4" not in text and "--mem=" not in text
+
+
 def test_options_that_a_job_sets_itself_and_object_stores_are_refused() -> None:
     with refuses(UserError):
         script("cluster.slurm.extra=[--nodes=3, comment=x, --gpus-per-node=all]")
