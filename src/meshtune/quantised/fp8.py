@@ -120,10 +120,8 @@ def cast(shards: list[Tensor], ranks: dist.ProcessGroup, dtype: torch.dtype) -> 
 
 
 def _is_cast(layer: nn.Module) -> bool:
-    of_dora = (
-        getattr(layer, "lora_magnitude_vector", None) is not None
-    )  # needs the norms of the weight's rows
-    return isinstance(layer, Fp8Linear) and not of_dora
+    # DoRA needs the norms of the weight's rows.
+    return isinstance(layer, Fp8Linear) and getattr(layer, "lora_magnitude_vector", None) is None
 
 
 def _receive(layer: Any, tensors: list[Tensor]) -> None:

@@ -317,7 +317,7 @@ def happening(config: Config, every: int | str, steps: int, sequences: int | Non
 def held_out(config: Config, summary: Summary | None) -> float:
     """Global batches of one evaluation; EVALUATION where its rows are not counted."""
     split = config.data.eval_split
-    if split >= 1:  # rows, of which a sequence may hold several
+    if split >= 1:  # rows; a sequence may hold several
         return split / config.global_batch_size
     if config.data.eval or summary is None:
         return EVALUATION

@@ -41,7 +41,7 @@ SETTINGS = {  # word in a refusal of sbatch -> what has the value
 }  # fmt: skip
 FIRST = """first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
-"""  # where the ranks meet: in a container there is no scontrol to ask
+"""  # where the ranks meet: a container lacks scontrol
 
 
 def files(job: "Job", options: Mapping[str, Any]) -> dict[str, str]:

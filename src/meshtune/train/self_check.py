@@ -129,9 +129,8 @@ def _unmodified(model: Any, parts: Anatomy, ids: Tensor) -> Tensor:
     if model.config.get_text_config(decoder=True) is model.config and not is_scored(model.config):
         return model(input_ids=ids[None], use_cache=False).logits[0]
     hidden = model.get_submodule(parts.body)(input_ids=ids[None], use_cache=False).last_hidden_state
-    with head_only(
-        model, parts
-    ) as logits_of:  # a reward model scores the last token; other parts have no weights
+    # A reward model's forward scores the last token; in a model that also sees, other parts lack weights.
+    with head_only(model, parts) as logits_of:
         return logits_of(hidden[0])
 
 
