@@ -439,6 +439,18 @@ class ClusterConfig(Section):
         None, "Longest job that the cluster allows, such as 24h: `meshtune submit` divides a longer run."
     )
     slurm: SlurmConfig = SlurmConfig()
+    sky: dict[str, Any] = setting(
+        {}, "Fields of SkyPilot's task, for `meshtune submit --to sky`; they replace ours."
+    )
+    kubeflow: dict[str, Any] = setting(
+        {}, "Fields of Kubeflow's TrainJob, for `meshtune submit --to kubeflow`; they replace ours."
+    )
+    dstack: dict[str, Any] = setting(
+        {}, "Fields of dstack's task, for `meshtune submit --to dstack`; they replace ours."
+    )
+    ray: dict[str, Any] = setting(
+        {}, "Fields of a job of Ray, for `meshtune submit --to ray`; they replace ours."
+    )
 
     @field_validator("gpu", mode="before", json_schema_input_type=str | int | None)
     @classmethod

@@ -1,12 +1,12 @@
 """Slurm's commands: their answers, the options of sbatch, the state of a job."""
 
 import re
-import subprocess
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 from meshtune.errors import UserError
+from meshtune.launch.client import client_output
 
 FORGOTTEN = "Invalid job id"  # in the error for a job that the controller has dropped
 PER_NODE = "gpus-per-node"  # option: a number, or kind:number
@@ -14,20 +14,7 @@ PER_NODE = "gpus-per-node"  # option: a number, or kind:number
 
 def slurm_output(*words: str) -> str:
     """Output of one of Slurm's commands. Raises UserError, with its words, if it is missing or fails."""
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=120, start_new_session=True)
-    except subprocess.TimeoutExpired:
-        raise UserError(
-            f"{words[0]} has not answered for 120 s; what it was asked to do may be done: look at "
-            "`squeue --me` before you try again."
-        ) from None
-    except OSError as error:
-        raise UserError(
-            f"Slurm's {words[0]} can't be run: {error}. Work on a machine that has it on PATH."
-        ) from None
-    if done.returncode:
-        raise UserError(f"{words[0]} refused: {' '.join(done.stderr.split())}")
-    return done.stdout
+    return client_output("Slurm", *words, look="squeue --me")
 
 
 def long_options(options: Mapping[str, Any]) -> dict[str, Any]:

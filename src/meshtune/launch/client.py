@@ -1,0 +1,26 @@
+"""Programs of clusters (sbatch, sky, kubectl …) and their answers."""
+
+import subprocess
+
+from meshtune.errors import UserError
+
+
+def client_output(tool: str, *words: str, look: str, seconds: float = 120) -> str:
+    """Output of a program of `tool`. Raises UserError, with its words, if it is missing or fails.
+
+    look: command that shows what was done, for a program that has not answered in so many seconds.
+    """
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=seconds, start_new_session=True)
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"{words[0]} has not answered for {seconds:g} s; what it was asked to do may be done: look at "
+            f"`{look}` before you try again."
+        ) from None
+    except OSError as error:
+        raise UserError(
+            f"{tool}'s {words[0]} can't be run: {error}. Work on a machine that has it on PATH."
+        ) from None
+    if done.returncode:
+        raise UserError(f"{words[0]} refused: {' '.join(done.stderr.split())}")
+    return done.stdout
