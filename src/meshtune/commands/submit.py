@@ -26,6 +26,12 @@ def submit(
     nodes: Annotated[
         int | None, typer.Option(min=1, help="machines; default: of cluster.gpus, or within the bounds")
     ] = None,
+    elastic: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MIN:MAX", help="start with any number of machines between, laid out anew by each start"
+        ),
+    ] = None,
     by: By = None,
     budget: Budget = None,
     as_json: AsJson = False,
@@ -37,6 +43,7 @@ def submit(
     """
     file, overrides = split(settings)
     folder = folder_of("--write", write)
+    least, nodes = machines_of(elastic, nodes)
     announce(file)
     from meshtune import config
     from meshtune.api.plan import PLANNING
@@ -47,7 +54,9 @@ def submit(
     engine = engines.ENGINES[to]
     settings_of_run, words = config.load(file, overrides), [*([file] if file else []), *overrides]
     with working(PLANNING) as count:
-        job = job_of(settings_of_run, words, nodes=nodes, by=by, budget=budget, log=log, count=count)
+        job = job_of(
+            settings_of_run, words, nodes=nodes, least=least, by=by, budget=budget, log=log, count=count
+        )
     paths = engines.write(engines.files_of(settings_of_run, to, job), folder or FOLDER / job.name)
     lines, name = [*job.comments, f"Written: {', '.join(map(str, paths))}."], None
     if folder is None:
@@ -55,6 +64,28 @@ def submit(
         lines.append(f"Submitted as {name}; `meshtune submit status {name}` has its state.")
     facts = job.facts() | {"job": name, "files": [*map(str, paths)]}
     show(Document(job.name, [Section("", lines)], facts), as_json=as_json)
+
+
+def machines_of(elastic: str | None, nodes: int | None) -> tuple[int | None, int | None]:
+    """(The fewest machines, the most) of --elastic, else (None, those of --nodes). Raises UserError for other
+    texts than MIN:MAX, and for both options.
+    """
+    from meshtune.errors import UserError
+
+    if elastic is None:
+        return None, nodes
+    if nodes is not None:
+        raise UserError(f"--nodes {nodes} and --elastic {elastic} both set the machines; leave one out.")
+    least, _, most = elastic.partition(":")
+    if not (
+        least.isascii()
+        and least.isdigit()
+        and most.isascii()
+        and most.isdigit()
+        and 0 < int(least) < int(most)
+    ):
+        raise UserError(f"--elastic {elastic}: write the fewest machines and the most, as in 2:4.")
+    return int(least), int(most)
 
 
 def status(job: JobName) -> None:

@@ -41,11 +41,19 @@ class Engine(Protocol):
         ...
 
 
+ELASTIC = ("slurm",)  # engines that start a job on more than one number of machines
 ENGINES: Mapping[str, Engine] = Table("--to", {"slurm": slurm})
 
 
 def files_of(config: Config, to: str, job: "Job") -> dict[str, str]:
-    """Texts of the files of a job for the engine `to`."""
+    """Texts of the files of a job for the engine `to`. Raises UserError as the engine, and where it starts a
+    job on one number of machines.
+    """
+    if job.least and to not in ELASTIC:
+        raise UserError(
+            f"--elastic {job.least}:{job.machines}: {to} starts a job on one number of machines; give it by "
+            f"--nodes, or use {' or '.join(ELASTIC)}."
+        )
     engine, options = ENGINES[to], getattr(config.cluster_config, to)
     return engine.files(job, options.model_dump() if isinstance(options, Section) else options)
 

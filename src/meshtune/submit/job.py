@@ -38,6 +38,7 @@ PROCESS = 8  # GiB of a rank's process in host memory, without what the plan off
 MOST_MACHINES = 32  # that are tried where cluster.gpus sets no limit
 MOUNT = "/storage"  # where an object store is mounted
 LOCAL = ("python", "-m", "meshtune", "train")
+LAYOUT = re.compile(r"layout(\.\w+)?=")  # a setting of the command line
 NAME = 40  # characters, as the strictest engine allows
 
 
@@ -80,6 +81,7 @@ class Job:
     environment: Mapping[str, str]  # variables of the command
     why: tuple[str, ...]  # sentences on the machines and the layout
     assumed: tuple[str, ...]  # sentences on what no plan predicts
+    least: int | None = None  # machines that it may start with too, or any number between; None: `machines`
 
     @property
     def world(self) -> int:
@@ -124,6 +126,7 @@ class Job:
     def comments(self) -> list[str]:
         """Sentences with the numbers, for a file's comments and the terminal."""
         several = "" if self.jobs == 1 else f", in about {self.jobs} jobs of {duration(self.limit)}"
+        several += f", with {self.machines} machines" if self.least else ""
         time, *price = self.totals
         return [
             f"{self.size}, {self.cpus} CPUs and {self.memory} GiB each. Layout {self.layout}.",
@@ -149,6 +152,7 @@ def job_of(
     words: Sequence[str] = (),
     *,
     nodes: int | None = None,
+    least: int | None = None,
     by: str | None = None,
     budget: float | None = None,
     log: Callable[[str], None] = silent,
@@ -157,9 +161,10 @@ def job_of(
     """The job that trains what is left of the config's run.
 
     words: of the command line, a config file and settings, which the job's command repeats. nodes: machines;
-    by, budget: bounds within which their number is chosen. log, count: as `api.plan.plan` takes them. Raises
-    UserError as that, for nodes with bounds, and where time or length is not predicted; NothingFits where no
-    number of machines keeps the bounds.
+    least: the fewest, where each start may have another number and lays the run out anew. by, budget: bounds
+    within which their number is chosen. log, count: as `api.plan.plan` takes them. Raises UserError as that,
+    for nodes with bounds, and where time or length is not predicted; NothingFits where no number of machines
+    keeps the bounds, or one from least to nodes has no layout.
     """
     bounds = bounds_of(by, budget)
     if nodes and bounds != NO_BOUNDS:
@@ -167,7 +172,15 @@ def job_of(
             f"--nodes {nodes} sets the number of machines, and --by and --budget choose it; leave one out."
         )
     cluster, gpus = cluster_for(config), list[int | str]()
-    if nodes:
+    if nodes and least:
+        fixed = config.partial_layout
+        if fixed.world is not None:
+            raise UserError(
+                f"layout = {config.layout} is for {fixed.world} ranks, and --elastic lays the run out for "
+                "each number of machines; leave the layout out, or some of it open."
+            )
+        gpus = [number * cluster.node for number in range(least, nodes + 1)]
+    elif nodes:
         gpus = [nodes * cluster.node]
     elif bounds != NO_BOUNDS and config.partial_layout.world is None:
         most = cluster if config.cluster_config.gpus else cluster.of_size(MOST_MACHINES * cluster.node)
@@ -175,6 +188,8 @@ def job_of(
     answer = plan(config, gpus=gpus, log=log, count=count)
     check_bounds([answer.choice.cluster], "speed", bounds)
     answers = [replace(answer, chosen=offer) for offer in answer.offers if offer.choice]
+    if least and nodes:
+        return elastic(config, answers, words, range(least, nodes + 1))
     if nodes or bounds == NO_BOUNDS:
         return made(config, answers[0], words, f"--nodes {nodes}" if nodes else "by the settings")
     tried = ", ".join(str(one.choice.cluster.gpus) for one in answers)
@@ -195,8 +210,38 @@ def job_of(
     return min(within, key=lambda job: job.seconds if budget else job.seconds * job.world)
 
 
-def made(config: Config, answer: Answer, words: Sequence[str], why: str) -> Job:
-    """The job under the layout that the answer chose. why: clause on the number of machines."""
+def elastic(config: Config, answers: Sequence[Answer], words: Sequence[str], machines: range) -> Job:
+    """The job of the most machines, with limits that do for each number of them.
+
+    answers: in the order of their machines. Raises NothingFits where one of the numbers has no layout.
+    """
+    option = f"--elastic {machines[0]}:{machines[-1]}"
+    if missing := {*machines} - {answer.choice.cluster.nodes for answer in answers}:
+        raise NothingFits(
+            f"{option}: no layout fits {' or '.join(map(str, sorted(missing)))} machines; choose other "
+            f"numbers, or change train.global_batch_size = {config.global_batch_size}."
+        )
+    *others, most = (made(config, answer, words, option, fixed=False) for answer in answers)
+    jobs = [*others, most]
+    return replace(
+        most,
+        least=machines[0],
+        limit=max(job.limit for job in jobs),
+        jobs=max(job.jobs for job in jobs),
+        margin=max(job.margin for job in jobs),
+        memory=max(job.memory for job in jobs),
+        why=(
+            *most.why,
+            "Each start lays the run out for the machines that it gets.",
+            *(f"On {job.size}: {job.layout}, {job.totals[0]}." for job in others),
+        ),
+    )
+
+
+def made(config: Config, answer: Answer, words: Sequence[str], why: str, *, fixed: bool = True) -> Job:
+    """The job under the layout that the answer chose. why: clause on the number of machines. fixed: False for
+    a command that leaves the layout as the words have it.
+    """
     choice, cluster = answer.choice, answer.choice.cluster
     if not cluster.timed:
         raise UserError(
@@ -221,6 +266,7 @@ def made(config: Config, answer: Answer, words: Sequence[str], why: str) -> Job:
     }
     fastest = f"the fastest of {counted(len(answer.plan), 'layout')} that fit"
     layout = "the settings'" if config.partial_layout.whole else fastest
+    ours = [f"layout={choice.layout}"] if fixed else [word for word in words if LAYOUT.match(word)]
     storage, each = config.cluster_config.storage or "", cluster.ranks_in_node
     return Job(
         name=re.sub("[^a-z0-9]+", "-", PurePosixPath(output).name.lower())[:NAME].strip("-") or "run",
@@ -238,7 +284,7 @@ def made(config: Config, answer: Answer, words: Sequence[str], why: str) -> Job:
         margin=margin,
         price=cluster.price,
         currency=cluster.currency,
-        command=(*LOCAL, *repeated(words), f"layout={choice.layout}", f"output={output}", *moved),
+        command=(*LOCAL, *repeated(words), *ours, f"output={output}", *moved),
         output=output,
         storage=storage,
         mount=mount_of(storage),
@@ -368,4 +414,4 @@ def places(config: Config) -> tuple[str, dict[str, str], list[str]]:
 
 def repeated(words: Sequence[str]) -> list[str]:
     """The words of the command line without those that the job's command sets."""
-    return [word for word in words if not re.match(r"(layout(\.\w+)?|output)=", word)]
+    return [word for word in words if not (LAYOUT.match(word) or word.startswith("output="))]

@@ -81,7 +81,8 @@ def words_of(job: "Job", options: Mapping[str, Any]) -> list[str]:
     if problems:
         raise UserError(problems)
     words: dict[str, Any] = {
-        "job-name": job.name, "nodes": job.machines, "ntasks-per-node": job.gpus,
+        "job-name": job.name, "nodes": f"{job.least}-{job.machines}" if job.least else job.machines,
+        "ntasks-per-node": job.gpus,
         **({} if job.processor else {PER_NODE: job.gpus}),
         "cpus-per-task": job.cpus // job.gpus, "mem": f"{job.memory}G", "time": clock(job.limit),
         "requeue": True, "open-mode": "append", "signal": f"USR1@{job.margin}",

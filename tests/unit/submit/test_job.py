@@ -69,6 +69,19 @@ def test_machines_are_given_or_chosen_within_the_bounds_or_refused() -> None:
         job(by="15min", *long)  # noqa: B026
 
 
+def test_an_elastic_job_has_limits_for_each_number_of_machines_and_leaves_its_layout_open() -> None:
+    words = ("train.global_batch_size=96", "layout={zero: 3, dp_shard: auto, dp_replicate: auto}")
+    two, three = (job(*words, nodes=number) for number in (2, 3))
+    both = job(*words, least=2, nodes=3)
+    assert (both.least, both.machines, both.limit) == (2, 3, two.limit) and two.limit > three.limit
+    assert both.layout == three.layout and both.command[5:-1] == words
+    assert any(two.layout in sentence for sentence in both.why)
+    with refuses(UserError):
+        job("layout=zero3x16", least=2, nodes=3)
+    with refuses(NothingFits):
+        job("train.global_batch_size=32", "layout={zero: 3, dp_shard: auto}", least=2, nodes=3)
+
+
 def test_what_is_left_is_counted_and_a_site_with_shorter_jobs_gets_several(tmp_path: Path) -> None:
     output = f"output={tmp_path}"
     whole = job(output).parts[0].seconds

@@ -47,11 +47,20 @@ def test_extra_options_replace_those_of_the_plan() -> None:
     assert "#SBATCH --cpus-per-task=8\n" in text and "--cpus-per-task=4" not in text and "--mem=" not in text
 
 
+def test_an_elastic_job_starts_with_any_number_of_nodes_between() -> None:
+    settings = config.load(None, [*RUN, "layout=auto"])
+    text = files_of(settings, "slurm", job_of(settings, ["run.yaml"], least=1, nodes=2))["job.sbatch"]
+    assert "#SBATCH --nodes=1-2\n" in text and "meshtune train run.yaml output=runs/run\n" in text
+
+
 def test_options_that_a_job_sets_itself_and_object_stores_are_refused() -> None:
     with refuses(UserError):
         script("cluster.slurm.extra=[--nodes=3, comment=x, --gpus-per-node=all]")
     with refuses(UserError):
         script("cluster.storage=s3://bucket")
+    for words in (["--elastic", "2"], ["--elastic", "3:2"], ["--elastic", "1:2", "--nodes", "2"]):
+        with refuses(UserError):
+            run(*RUN, "--to", "slurm", *words)
     with refuses(UserError):
         config.load(None, [*RUN, "cluster.slurm.partitions=gpu"])
 
