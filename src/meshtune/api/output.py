@@ -16,14 +16,19 @@ The decision is made before the model is loaded, and once more when the folder i
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from datetime import date
 from fnmatch import fnmatch
 from itertools import count
 from pathlib import Path
+from socket import gethostname
+from tempfile import NamedTemporaryFile
 from typing import Any, Literal, NamedTuple
 
+import torch.distributed as dist
+
 from meshtune.addresses import public
-from meshtune.api.choose import prediction
+from meshtune.api.choose import from_first_rank, prediction
 from meshtune.config import Config, load
 from meshtune.data.example import rows_name
 from meshtune.errors import UserError, expanded, written
@@ -460,6 +465,32 @@ def begin(run: RunDir, config: Config, plan: str, resumed: int | None, *, replac
     return claim
 
 
+def check_seen(output: Path) -> None:
+    """Raise UserError, naming the machines, if one does not see what rank 0 writes where the run folder is to
+    be; every rank calls it, before models and data are loaded.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    with ExitStack() as stack:
+
+        def file_of_rank_0() -> str:
+            try:
+                output.parent.mkdir(parents=True, exist_ok=True)
+                return stack.enter_context(NamedTemporaryFile(prefix=".meshtune-", dir=output.parent)).name
+            except OSError as error:
+                raise UserError(
+                    f"output = {output} can't be written on {gethostname()}: {error.strerror}."
+                ) from error
+
+        file = Path(from_first_rank(file_of_rank_0))
+        seen: list[Any] = [None] * ranks
+        dist.all_gather_object(seen, (gethostname(), rank == 0 or file.exists()))
+    if blind := [*dict.fromkeys(host for host, there in seen if not there)]:
+        raise UserError(
+            f"output = {output}: {', '.join(blind[:8])} can't see what rank 0 on {seen[0][0]} writes there; "
+            "name a folder on a file system that all machines share."
+        )
+
+
 def claim_together(
     config: Config,
     model: RankModel,
@@ -472,8 +503,8 @@ def claim_together(
 
     Every rank calls it; the main rank claims the folder, writes config.yaml and plan.yaml, and broadcasts it.
     steps: updates of the whole run. report: called, on the main rank, with a sentence for each damaged
-    checkpoint. label_share, longest: as in `prediction`. Raises UserError as `choose_folder` and `begin`, if
-    the run began with another loss function, and if a rank does not see the folder.
+    checkpoint. label_share, longest: as in `prediction`. Raises UserError as `choose_folder` and `begin`, and
+    if the run began with another loss function.
     """
     claim, place, world = None, None, model.parallel.world
     if world.main:
@@ -485,14 +516,4 @@ def claim_together(
         claim = begin(chosen.run, config, plan, resumed, replace=chosen.start == "replace")
         place = chosen.run, resumed
     run_folder, resumed = world.broadcast_object(place)
-    missing = [
-        rank
-        for rank, there in enumerate(world.all_gather_object(run_folder.config_file.exists()))
-        if not there
-    ]
-    if missing:
-        raise UserError(
-            f"output = {config.output}: ranks {', '.join(map(str, missing[:8]))} don't see the run folder "
-            f"{run_folder.path} that rank 0 made; name one on a file system that all machines share."
-        )
     return run_folder, resumed, claim

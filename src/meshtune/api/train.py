@@ -337,18 +337,21 @@ def settled(config: Config) -> tuple[Config, bool]:
 
 def settled_together(config: Config) -> tuple[Config, bool]:
     """Do `settled` on the main rank, for all ranks; every rank calls it. Raises as `settled`, and if a rank
-    was given other settings or rows than the main one.
+    was given other settings or rows than the main one, or does not see its folder.
     """
     import torch.distributed as dist
 
+    from meshtune.api import output
     from meshtune.api.choose import from_first_rank
-    from meshtune.api.output import differences
 
     if not dist.is_initialized():
         return settled(config)
     trees: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(trees, config.model_dump(mode="json"))
     for rank, tree in enumerate(trees):
-        if differing := list(differences(tree, trees[0])):
+        if differing := list(output.differences(tree, trees[0])):
             raise UserError([f"Rank {rank} was started with other settings than rank 0:", *differing])
-    return from_first_rank(lambda: settled(config))
+    config, finished = from_first_rank(lambda: settled(config))
+    if not finished:
+        output.check_seen(Path(config.output))
+    return config, finished

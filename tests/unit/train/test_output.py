@@ -3,9 +3,12 @@
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 from golden import refuses, says
+from ranks import run_ranks
 
 from meshtune import config
 from meshtune.api import output
@@ -342,3 +345,30 @@ def test_a_run_keeps_the_day_of_its_start_and_older_runs_go_on_without_one(tmp_p
 def test_a_day_that_the_calendar_lacks_is_refused(day: str) -> None:
     with pytest.raises(UserError, match="template_date"):
         config.load(None, ["model.name=x", f"data.template_date={day}"])
+
+
+def test_a_machine_that_does_not_see_the_run_folder_is_named_before_models_are_loaded(tmp_path: Path) -> None:
+    def checked(folder: Path, blind: bool) -> str:
+        rank = dist.get_rank()
+        names = {"gethostname": lambda: f"node{rank}", "Path": Blind if blind and rank == 1 else Path}
+        with patch.multiple(output, **names):
+            try:
+                output.check_seen(folder)
+            except UserError as error:
+                return str(error)
+        return ""
+
+    run = tmp_path / "runs" / "sft"
+    assert run_ranks(2, checked, run, False, forked=True) == ["", ""] and not [*run.parent.iterdir()]
+    said = run_ranks(2, checked, run, True, forked=True)
+    assert said[0] == said[1] and "node1 can't see what rank 0 on node0 writes" in said[0]
+    (tmp_path / "file").touch()
+    said = run_ranks(2, checked, tmp_path / "file" / "sft", False, forked=True)
+    assert said[0] == said[1] and "can't be written on node0" in said[0]
+
+
+class Blind(type(Path())):
+    """Paths of a machine that does not mount the others' folder."""
+
+    def exists(self, **options: bool) -> bool:
+        return False
