@@ -1,7 +1,9 @@
-"""A real Slurm of two nodes on this machine, whose names do not resolve: scripts/slurm-local."""
+"""A real Slurm of three nodes on this machine, whose names do not resolve: scripts/slurm-local."""
 
+import hashlib
 import json
 import os
+import random
 import re
 import shlex
 import signal
@@ -11,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +32,12 @@ TWO_NODES = ["srun", "--nodes=2", "--ntasks-per-node=1"]
 Settings = Callable[..., list[str]]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
-pytestmark = [pytest.mark.all, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.all, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Function(words) that runs a command in the environment of a Slurm of two nodes.
+    """Function(words) that runs a command in the environment of a Slurm of three nodes.
 
     With CI=true the packages are fetched if they are missing; else the test is skipped.
     """
@@ -43,6 +46,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         pytest.skip("Slurm's packages are not unpacked here: run scripts/slurm-local unpack (Debian 12)")
     state = tmp_path_factory.mktemp("slurm")
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    clean["NODES"] = "3"
     start = 'set -e; words=$("$0" start "$1"); eval "$words"; env -0'
     started = subprocess.run(
         ["bash", "-c", start, SCRIPT, state], capture_output=True, text=True, env=clean, timeout=300
@@ -259,3 +263,117 @@ def test_a_submitted_run_asks_for_what_a_real_slurm_takes_and_has_its_log(
     assert [loss for _, loss, _ in losses(tmp_path / "my run")] == pytest.approx(
         [loss for _, loss, _ in losses(tmp_path / "one")], rel=1e-5
     )
+
+
+CPUS = "cluster={gpu: cpu, gpus: 3, gpus_per_node: 1, efficiency: {matmul: 0.5}, time_limit: 2h}"
+EVENTS = int(os.environ.get("SLURM_EVENTS", "3"))  # 20 were run once: docs/clusters.md
+KINDS = ("signal", "requeue", "killed stepd", "drained", "limit", "controller")
+
+
+def submitted(slurm: Run, folder: Path, words: list[str], wait: int = 600) -> str:
+    """Number of the job that `meshtune submit` sends from the folder. wait: srun's, in seconds."""
+    inside = (
+        'cd "$0" && export PATH="$1:$PATH" SLURM_WAIT=$2 && shift 2 && exec python -m meshtune submit "$@"'
+    )
+    words = [*words, CPUS, "--to", "slurm", "--json"]
+    sent = slurm("bash", "-c", inside, folder, Path(sys.executable).parent, wait, *words)
+    assert sent.returncode == 0, sent.stderr
+    return json.loads(sent.stdout)["job"].removeprefix("slurm:")
+
+
+def shown(slurm: Run, job: str, field: str) -> str:
+    found = re.search(rf"\b{field}=(\S+)", slurm("scontrol", "show", "job", job).stdout)
+    return found[1] if found else ""
+
+
+def weights(run: Path) -> dict[str, str]:
+    files = sorted((run / "model").glob("*.safetensors"))
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def stop_by(slurm: Run, kind: str, job: str) -> None:
+    """One event that ends a start of the job, until it may start again; a new controller does not end it."""
+    if kind == "signal":
+        assert slurm("scancel", "--signal=USR1", job).returncode == 0
+    elif kind == "requeue":
+        assert slurm("scontrol", "requeue", job).returncode == 0
+    elif kind == "drained":
+        assert slurm("scontrol", "update", "nodename=node2", "state=drain", "reason=test").returncode == 0
+        assert slurm("scontrol", "requeue", job).returncode == 0
+        wait_until(lambda: shown(slurm, job, "JobState") == "PENDING")
+        assert slurm("scontrol", "update", "nodename=node2", "state=resume").returncode == 0
+    elif kind == "limit":  # USR1 comes a margin of more than a minute ahead of it
+        before, ran = shown(slurm, job, "Restarts"), shown(slurm, job, "RunTime")
+        hours, minutes, seconds = map(int, ran.split(":"))
+        limit = f"timelimit={60 * hours + minutes + 1 + (seconds > 20)}"
+        wait_until(lambda: slurm("scontrol", "update", f"jobid={job}", limit).returncode == 0)
+        wait_until(lambda: shown(slurm, job, "Restarts") != before)
+        wait_until(lambda: slurm("scontrol", "update", f"jobid={job}", "timelimit=120").returncode == 0)
+    elif kind == "killed stepd":
+        pids = subprocess.run(["pgrep", "-f", rf"slurmstepd.*\[{job}\.0\]"], capture_output=True, text=True)
+        os.kill(int(pids.stdout.split()[-1]), signal.SIGKILL)
+    else:
+        pid = int((state_of(slurm) / "slurmctld.pid").read_text())
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not Path(f"/proc/{pid}").exists())
+        assert slurm(SCRIPT, "again", state_of(slurm)).returncode == 0
+        wait_until(lambda: shown(slurm, job, "JobState"))
+
+
+def test_a_run_that_events_stop_again_and_again_ends_bit_for_bit(
+    slurm: Run, settings: Settings, tmp_path: Path
+) -> None:
+    words = settings(
+        f"train.max_steps={100 + 300 * EVENTS}", "layout=zero3x3", "train.global_batch_size=12",
+        "checkpoint.every=10",
+    )  # fmt: skip
+    chosen = random.Random(int(os.environ.get("SLURM_SEED", "0"))).choices(KINDS, k=EVENTS)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    job = submitted(slurm, tmp_path, [*words, f"output={parts}"], wait=30)
+    for kind in chosen:
+        done = len(losses(parts)) if parts.exists() else 0
+        wait_until(lambda done=done: parts.exists() and len(losses(parts)) > done + 12)
+        print(f"{kind} after step {len(losses(parts))}", flush=True)
+        stop_by(slurm, kind, job)
+    wait_until(lambda: shown(slurm, job, "JobState") not in ("RUNNING", "PENDING", "COMPLETING"), seconds=900)
+    other = submitted(slurm, tmp_path, [*words, f"output={whole}"])
+    wait_until(lambda: shown(slurm, other, "JobState") == "COMPLETED", seconds=900)
+    assert losses(parts) == losses(whole) and weights(parts) == weights(whole) != {}
+
+
+def test_a_dead_node_leaves_two_of_three_in_the_next_layout(
+    slurm: Run, meshtune: Command, settings: Settings, tmp_path: Path
+) -> None:
+    output = tmp_path / "elastic"
+    words = settings("train.max_steps=200", "train.global_batch_size=12", "checkpoint.every=10")
+    job = submitted(slurm, tmp_path, [*words, f"output={output}", "--elastic", "2:3"])
+    wait_until(lambda: output.exists() and len(losses(output)) > 12)
+    kill_node(state_of(slurm), "node3", job)
+    wait_until(lambda: shown(slurm, job, "JobState") == "COMPLETED", seconds=550)
+    three, two = RunDir(output).rows("run")
+    assert three["layout"] != two["layout"] and two["resumed_from"] >= 10
+    assert shown(slurm, job, "NumNodes") == "2"
+    meshtune("train", *words, f"output={tmp_path / 'one'}")
+    assert [loss for _, loss, _ in losses(output)] == pytest.approx(
+        [loss for _, loss, _ in losses(tmp_path / "one")], rel=1e-3
+    )
+    assert slurm(SCRIPT, "again", state_of(slurm)).returncode == 0
+
+
+def state_of(slurm: Run) -> Path:
+    """The folder of the cluster's daemons."""
+    return Path(slurm("printenv", "SLURM_CONF").stdout.strip()).parent
+
+
+def kill_node(state: Path, node: str, job: str) -> None:
+    """Kill the node's daemon, its tasks of the job and what has started them."""
+    pids = {int((state / f"{node}.pid").read_text())}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # a process of someone else, or one that has ended
+            environ = (folder / "environ").read_bytes().split(b"\0")
+            if {f"SLURM_JOB_ID={job}".encode(), f"SLURMD_NODENAME={node}".encode()} <= {*environ}:
+                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                pids |= {int(folder.name), parent}
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -25,6 +25,7 @@ from meshtune.plan.cluster import cluster_for
 from meshtune.plan.cost import NO_BOUNDS, Bounds, bounds_of, epoch_of, seconds_of, unknown
 from meshtune.plan.search import Choice, times
 from meshtune.rundir import EXPECTED, RunDir, saved_steps
+from meshtune.setting import epochs_of
 from meshtune.units import GIB, counted, duration, human, money
 
 START = 600.0  # seconds until the first step: machines, image, weights, data, compiler
@@ -297,6 +298,7 @@ def made(config: Config, answer: Answer, words: Sequence[str], why: str, *, fixe
             f"{duration(START)} until the first step of each job; checkpoints of "
             f"{human(answer.workload.checkpoint_bytes)} written at {WRITE / 1e9:g} GB/s; {CORES} cores and "
             f"{PROCESS} GiB for the process of a rank.",
+            *uncounted(config),
         ),
     )
 
@@ -346,6 +348,7 @@ def parts_of(config: Config, answer: Answer, steps: int) -> tuple[Part, ...]:
     meanwhile = steps / number * step if config.checkpoint.async_save else 0.0  # seconds of steps
     saving = (number - 1) * max(0.0, writing - meanwhile) + writing
     how = f"{number}, each written in {duration(writing)}"
+    how += ", all but the last while steps are done" * (number > 1 and meanwhile >= writing)
     if 0 < meanwhile < writing and number > 1:
         how += f"; checkpoint.every={math.ceil(writing / step)} waits for none"
     parts.append(Part("checkpoints", saving, saving, how))
@@ -353,11 +356,25 @@ def parts_of(config: Config, answer: Answer, steps: int) -> tuple[Part, ...]:
 
 
 def happening(config: Config, every: int | str, steps: int, sequences: int | None) -> int:
-    """How often something happens in `steps` steps that is due every `every` of them and at the last one."""
-    if isinstance(every, str) and sequences is None:
-        return max(1, math.ceil(config.train.num_epochs or 1))
+    """How often something happens in `steps` steps that is due every `every` of them and at the last one.
+
+    sequences: of an epoch; None: not counted, and the steps are taken for the epochs of the settings.
+    """
+    if sequences is None and (epochs := epochs_of(every)):
+        return math.ceil((config.train.num_epochs or 1) / epochs)
     between = steps_between(every, config, sequences)
     return math.ceil(steps / between) if between else 1
+
+
+def uncounted(config: Config) -> list[str]:
+    """A sentence on the intervals in epochs of a run whose rows are not counted."""
+    summary, reason = epoch_of(config)
+    given = (("eval.every", config.eval.every), ("checkpoint.every", config.checkpoint.every))
+    texts = [f"{name} = {every}" for name, every in given if epochs_of(every)]
+    if summary or not texts:
+        return []
+    epochs = f"{config.train.num_epochs or 1:g} epochs"
+    return [f"the run counts as {epochs}, for {' and '.join(texts)}, since {reason}"]
 
 
 def held_out(config: Config, summary: Summary | None) -> float:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from meshtune.submit.job import Job
 
 SCRIPT = "job.sbatch"
+WAIT = 600  # seconds from the end of the first rank until srun ends the others
 EXTRA = "cluster.slurm.extra: --"
 # Options that follow from the job; others may be given anew in cluster.slurm.extra.
 OURS = (
@@ -56,7 +57,9 @@ def files(job: "Job", options: Mapping[str, Any]) -> dict[str, str]:
     exports = "".join(f"export {name}={shlex.quote(text)}\n" for name, text in job.environment.items())
     container = options.get("container")
     first = FIRST if container and job.machines > 1 else ""
-    srun = ["srun", '--cpus-per-task="$SLURM_CPUS_PER_TASK"', *contained(job, container)]
+    # --wait: a rank whose slurmstepd was killed never ends for srun. Ranks end within seconds of each other.
+    wait = f'--wait="${{SLURM_WAIT:-{WAIT}}}"'
+    srun = ["srun", '--cpus-per-task="$SLURM_CPUS_PER_TASK"', wait, *contained(job, container)]
     first += f"mkdir -p {shlex.quote(str(PurePosixPath(job.output).parent))}\n" if container else ""
     text = f"""#!/bin/bash
 # Written by `meshtune submit --to slurm`; its next call writes it anew.

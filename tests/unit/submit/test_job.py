@@ -47,6 +47,14 @@ def test_time_limit_margin_and_price_are_those_of_a_count_by_hand() -> None:
     )  # fmt: skip
 
 
+def test_intervals_in_epochs_of_rows_that_nobody_counted_are_those_of_the_settings_and_said() -> None:
+    words = ("data.eval_split=32", "eval.every=0.25 epoch", "checkpoint.every=1 epoch", "train.num_epochs=4")
+    made = job(*words)
+    parts = {part.name: part.how for part in made.parts}
+    assert parts["evaluations"].startswith("16 of ") and parts["checkpoints"].startswith("4, each")
+    says(made.assumed[1:])
+
+
 @pytest.mark.parametrize("words", [("model.name=Qwen/Qwen3-0.6B",), ("method=lora",), ("cluster.gpus=64",)])
 def test_the_margin_is_never_below_a_step_and_a_checkpoint(words: tuple[str, ...]) -> None:
     answer = plan(config.load(None, [*RUN, *words]))
