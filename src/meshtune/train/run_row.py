@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import uuid
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,9 +105,12 @@ def predicted(folder: RunDir) -> dict[str, Any]:
 
 def expected() -> dict[str, Any]:
     """`expected` of the job that `meshtune submit` sent; {} for a run that was not submitted."""
-    with suppress(ValueError):
-        return {"expected": json.loads(os.environ[EXPECTED])} if EXPECTED in os.environ else {}
-    raise UserError(f"{EXPECTED}={os.environ[EXPECTED]} is not what `meshtune submit` wrote; unset it.")
+    if (text := os.environ.get(EXPECTED)) is None:
+        return {}
+    try:
+        return {"expected": json.loads(text)}
+    except ValueError:
+        raise UserError(f"{EXPECTED}={text} is not what `meshtune submit` wrote; unset it.") from None
 
 
 # Hardware, software and source code that a result depends on #
