@@ -90,9 +90,9 @@ def comparable(status: dict[str, Any], names: set[str]) -> dict[str, Any]:
 def test_posts_have_the_fields_and_values_of_transformers(server: Server, tmp_path: Path) -> None:
     from transformers import integrations
 
-    if not hasattr(integrations, "KubeflowCallback"):
+    theirs: Any = getattr(integrations, "KubeflowCallback", pytest.skip.Exception)()
+    if isinstance(theirs, pytest.skip.Exception):
         pytest.skip("this transformers has no KubeflowCallback")
-    theirs: Any = integrations.KubeflowCallback()
     assert theirs._MIN_UPDATE_INTERVAL == SPACING
     theirs._MIN_UPDATE_INTERVAL = 0
     state: Any = SimpleNamespace(is_world_process_zero=True, max_steps=8, global_step=3, epoch=0.7512)
