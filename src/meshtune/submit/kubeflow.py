@@ -33,6 +33,7 @@ SETTING, PATCHES = "cluster.kubeflow", "cluster.kubeflow.spec.runtimePatches"
 ENV = f"{SETTING}.spec.trainer.env"
 CLAIM = "pvc://"  # cluster.storage: pvc://CLAIM, or pvc://CLAIM/FOLDER
 CONFIG = "/etc/meshtune"  # folder of the config file in the pods
+CONFIG_MAP = "meshtune-{}"  # its name, with the job's: no other program's
 MANAGER = "meshtune/submit"  # of our runtimePatch
 OURS = (
     "apiVersion", "kind", "spec.trainer.command", "spec.trainer.args", "spec.trainer.numNodes",
@@ -121,13 +122,14 @@ def files(job: "Job", options: Mapping[str, Any]) -> dict[str, str]:
     variables = [*ours["spec"]["trainer"]["env"], *spec["trainer"].get("env", [])]
     whole["spec"]["trainer"]["env"] = [*{item["name"]: item for item in variables}.values()]
     whole["spec"]["runtimePatches"] = [*ours["spec"]["runtimePatches"], *spec.get("runtimePatches", [])]
-    metadata = {key: whole["metadata"][key] for key in ("name", "namespace") if key in whole["metadata"]}
+    metadata = {"name": CONFIG_MAP.format(name)}
+    metadata |= {key: value for key, value in whole["metadata"].items() if key == "namespace"}
     config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"run.yaml": text}}
     lines = [
         "Written by `meshtune submit --to kubeflow`; its next call writes it anew.",
         *job.comments,
-        f"SIGTERM after {duration(job.limit - job.margin)}, a wait for machines included unless Kueue queues "
-        "the job; then submit the rest again.",
+        f"SIGTERM after {duration(job.limit - job.margin)} in all, waits for machines (unless Kueue queues "
+        "the job) and further starts included; submit what is left again.",
     ]
     trees = [config, whole] if file else [whole]
     dumped = [yaml.dump(tree, Dumper=Block, sort_keys=False, width=1000) for tree in trees]
@@ -144,7 +146,7 @@ def train_job(job: "Job", file: str | None, name: str) -> dict[str, Any]:
         volumes.append({"name": "storage", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": "storage", "mountPath": job.mount} | ({"subPath": folder} if folder else {}))
     if file:
-        volumes.append({"name": "config", "configMap": {"name": name}})
+        volumes.append({"name": "config", "configMap": {"name": CONFIG_MAP.format(name)}})
         mounts.append({"name": "config", "mountPath": CONFIG})
     pod = {
         "terminationGracePeriodSeconds": job.margin, "volumes": volumes,
@@ -309,8 +311,8 @@ def logs(job: str) -> Iterator[str]:
 def cancel(job: str) -> str:
     """Delete a job and its ConfigMap: the pods get SIGTERM, and their grace period to save."""
     namespace, name = at(job)
-    words = ("--ignore-not-found", "--wait=false", "--output=name", f"trainjob/{name}", f"configmap/{name}")
-    if not kubectl("delete", namespace, *words).strip():
+    both = (f"trainjob/{name}", f"configmap/{CONFIG_MAP.format(name)}")
+    if not kubectl("delete", namespace, "--ignore-not-found", "--wait=false", "--output=name", *both):
         raise UserError(f"Kubernetes knows no TrainJob {job}: it was never submitted here, or is deleted.")
     return (
         f"Kubeflow's TrainJob {job} is deleted, with its log: a run that has begun saves a checkpoint first."
