@@ -186,7 +186,7 @@ def texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def malformed(ours: Mapping[str, Any], options: Mapping[str, Any], key: str = SETTING) -> Iterator[str]:
-    """Yield a sentence for each value that is no mapping or list where ours is one."""
+    """Yield a sentence for each value that should be a mapping or list, as ours is."""
     for name, value in options.items():
         mine, place = ours.get(name), f"{key}.{name}"
         if isinstance(mine, Mapping) and isinstance(value, Mapping):

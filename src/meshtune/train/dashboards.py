@@ -408,8 +408,7 @@ class ProgressTracker:
     def __init__(self, course: Course, say: Callable[[str], None]) -> None:
         self.course, self.say, self.left = course, say, TimeLeft(course)
         self.now = Progress(course.start, None, {})
-        self._problem, self._said = "", False
-        self._news, self._end = Event(), Event()
+        self._news, self._end, self._failed = Event(), Event(), Event()
         self._thread = Thread(target=self._report, daemon=True)
 
     def send(self, now: Progress) -> None:
@@ -434,7 +433,6 @@ class ProgressTracker:
             case _:
                 return
         self._news.set()
-        self._warn()
 
     def close(self, *, failed: bool = False) -> None:
         if self._thread.ident is None:
@@ -445,8 +443,7 @@ class ProgressTracker:
         self._news.set()
         self._thread.join(self.patience)
         if self._thread.is_alive():
-            self._problem = f"no answer in {self.patience:g} s."
-        self._warn()
+            self._fail(f"no answer in {self.patience:g} s.")
 
     def _report(self) -> None:
         last = False
@@ -457,13 +454,13 @@ class ProgressTracker:
             try:
                 self.send(self.now)
             except Exception as error:
-                self._problem = reason_of(error)
+                self._fail(reason_of(error))
             self._end.wait(self.spacing)
 
-    def _warn(self) -> None:
-        if self._problem and not self._said:
-            self._said = True
-            self.say(f"Progress could not be reported outside the run: {self._problem} The run continues.")
+    def _fail(self, reason: str) -> None:
+        if not self._failed.is_set():
+            self._failed.set()
+            self.say(f"Progress could not be reported outside the run: {reason} The run continues.")
 
 
 class KubeflowTracker(ProgressTracker):
