@@ -57,8 +57,9 @@ test-oldest test-newest:
 test-migrate: $(STAMP)
 	$(BIN)/python scripts/trainer_keys.py
 
-# Exported plans, read back by the newest Megatron Core, torchtitan, DeepSpeed, accelerate, axolotl and LLaMA-Factory, each
-# in an environment of its own in .venv-exports. Without a network it is skipped, with the reason; with CI=true it fails.
+# Exported plans, read back by the newest Megatron Core, torchtitan, DeepSpeed, accelerate, axolotl and LLaMA-Factory, and
+# files of `meshtune submit` by Kubeflow's models, each in an environment of its own in .venv-exports. Without a network it
+# is skipped, with the reason; with CI=true it fails.
 test-exports: $(STAMP)
 	$(BIN)/python scripts/export_readers.py
 

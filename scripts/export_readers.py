@@ -1,8 +1,9 @@
-"""Read exported plans with the tools' own settings classes: `make test-exports`.
+"""Read exported plans, and files of `meshtune submit`, with the tools' own classes: `make test-exports`.
 
-    python scripts/export_readers.py [TOOL …]     all tools that plans are exported to without a name
+    python scripts/export_readers.py [TOOL …]     all tools without a name
 
     tests/unit/tools/test_plan_export.py, in .venv-exports/TOOL ──> degrees, batch and stages of every layout
+    tests/unit/submit/test_submit_….py,   in .venv-exports/TOOL ──> the fields of the files
 
 Each tool has an environment with its newest release and of its requirements only what its settings classes
 import and this environment lacks. Everything else (torch, pytest) is taken from the environment that
@@ -41,6 +42,8 @@ class Environment(NamedTuple):
     others: tuple[str, ...] = ()  # that its settings classes import
     pins: bool = False  # it asks for other versions of PINNED than the newest
     stub: str = ""  # a module of the tool that needs a package of 1 GB, and no settings need it
+    tests: str = TESTS
+    least: int = LEAST_LAYOUTS
 
 
 ENVIRONMENTS = {
@@ -54,6 +57,9 @@ ENVIRONMENTS = {
     "megatron": Environment("megatron-core"),
     "axolotl": Environment("axolotl", pins=True),
     "llamafactory": Environment("llamafactory", ("omegaconf", *DEEPSPEED), pins=True),
+    "kubeflow": Environment(
+        "kubeflow-trainer-api", tests="tests/unit/submit/test_submit_kubeflow.py", least=4
+    ),
 }
 
 
@@ -105,7 +111,7 @@ def distribution(site: Path, release: str) -> Distribution:
 def read_back(tool: str, python: Path) -> int:
     """Run the tests of a tool's exports in its environment; return the number of layouts read back.
 
-    Exits if a test fails or is skipped, or with fewer than LEAST_LAYOUTS.
+    Exits if a test fails or is skipped, or with fewer layouts than `least`.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
@@ -118,7 +124,7 @@ def read_back(tool: str, python: Path) -> int:
             "no:cacheprovider",
             "-o",
             "addopts=",
-            TESTS,
+            ENVIRONMENTS[tool].tests,
             "-k",
             tool,
         ]
@@ -129,7 +135,7 @@ def read_back(tool: str, python: Path) -> int:
         if done.returncode:
             sys.exit(f"{done.stdout[-6000:]}{done.stderr[-2000:]}\ntest-exports: {tool} fails.")
         layouts, skipped = counted(report.read_text("utf-8"))
-    if skipped or layouts < LEAST_LAYOUTS:
+    if skipped or layouts < ENVIRONMENTS[tool].least:
         sys.exit(f"test-exports: {tool} read back {layouts} layouts, and skipped {skipped}.")
     return layouts
 

@@ -253,11 +253,13 @@ def test_a_submitted_run_asks_for_what_a_real_slurm_takes_and_has_its_log(
     refused = submit(*words, "cluster.slurm.partition=gpus")
     assert refused.returncode == 2 and "Change cluster.slurm.partition." in refused.stderr
 
-    sent = submit(*words, extra, "--json")
+    sent = submit(*words, "--json")
     assert sent.returncode == 0, sent.stderr
     job = json.loads(sent.stdout)["job"]
     number = job.removeprefix("slurm:")
     wait_until(lambda: "COMPLETED" in slurm("scontrol", "show", "job", number).stdout, seconds=500)
+    ended = slurm("scontrol", "show", "job", number).stdout
+    assert re.search(r"Comment=meshtune: step (\d+) of \1, loss \d", ended), ended
     assert submit("status", job).stdout == f"Slurm's job {number} has ended: COMPLETED.\n"
     assert "submitted job" in submit("logs", job).stdout
     assert [loss for _, loss, _ in losses(tmp_path / "my run")] == pytest.approx(

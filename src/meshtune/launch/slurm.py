@@ -9,6 +9,7 @@ from meshtune.errors import UserError
 from meshtune.launch.client import client_output
 
 FORGOTTEN = "Invalid job id"  # in the error for a job that the controller has dropped
+COMMENT = "meshtune: "  # begins the comment of a job that has its run's progress
 PER_NODE = "gpus-per-node"  # option: a number, or kind:number
 
 

@@ -8,7 +8,7 @@ from meshtune.config import Config
 from meshtune.errors import Table, UserError
 from meshtune.rundir import write_text_atomically
 from meshtune.setting import Section
-from meshtune.submit import slurm
+from meshtune.submit import kubeflow, slurm
 
 if TYPE_CHECKING:
     from meshtune.submit.job import Job
@@ -42,7 +42,7 @@ class Engine(Protocol):
 
 
 ELASTIC = ("slurm",)  # engines that start a job on more than one number of machines
-ENGINES: Mapping[str, Engine] = Table("--to", {"slurm": slurm})
+ENGINES: Mapping[str, Engine] = Table("--to", {"slurm": slurm, "kubeflow": kubeflow})
 
 
 def files_of(config: Config, to: str, job: "Job") -> dict[str, str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshtune.errors import Interrupted, UserError
 from meshtune.launch.slurm import (
+    COMMENT,
     FORGOTTEN,
     PER_NODE,
     option_problems,
@@ -141,10 +142,11 @@ def status(job: str) -> str:
     """Sentence on the state of a job."""
     listing = ""
     with suppress(UserError):  # squeue forgets a job that has ended
-        listing = slurm_output("squeue", "--noheader", "--format=%T|%M|%l|%R", f"--jobs={job}").strip()
+        listing = slurm_output("squeue", "--noheader", "--format=%T|%M|%l|%R|%k", f"--jobs={job}").strip()
     if listing:
-        state, ran, limit, where = listing.splitlines()[0].split("|", 3)
-        return f"Slurm's job {job} is {state}: {ran} of {limit}, {where}."
+        state, ran, limit, where, comment = listing.splitlines()[0].split("|", 4)
+        progress = f"; {comment.removeprefix(COMMENT)}" if comment.startswith(COMMENT) else ""
+        return f"Slurm's job {job} is {state}: {ran} of {limit}, {where}{progress}."
     if state := state_of(job):
         return f"Slurm's job {job} has ended: {state}."
     raise UserError(f"Slurm knows no job {job}: it was never submitted here, or is forgotten.")

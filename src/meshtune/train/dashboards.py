@@ -1,5 +1,5 @@
-"""Trackers that other programs show: TensorBoard, Weights & Biases, MLflow, Trackio, and a file for
-Prometheus. Each takes rows (trackers.py).
+"""Trackers that other programs show: TensorBoard, Weights & Biases, MLflow, Trackio, a file for Prometheus,
+and what runs the job, Kubeflow's trainer or Slurm. Each takes rows (trackers.py).
 
 A run folder is one tracked run, however often it continues: the id is in logs/ before the tracked run is
 made, so a kill at any moment loses neither.
@@ -7,20 +7,28 @@ made, so a kill at any moment loses neither.
 
 import hashlib
 import io
+import json
 import logging
 import math
 import os
+import re
+import shutil
+import ssl
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any, NamedTuple
+from urllib.request import Request, urlopen
 
-from meshtune.errors import UserError
-from meshtune.rundir import Row, RunDir, write_text_atomically
+from meshtune.errors import UserError, reason_of
+from meshtune.launch.slurm import COMMENT, slurm_output
+from meshtune.rundir import EXPECTED, Row, RunDir, write_text_atomically
+from meshtune.train.console import Course, TimeLeft, left_parts
 
 PARAMETERS_AT_ONCE = 100  # MLflow's REST interface takes no more
 LONGEST_PARAMETER = 6000  # characters; MLflow refuses longer ones
@@ -371,3 +379,138 @@ def escaped(text: str) -> str:
 def number(value: float) -> str:
     """A sample's value as the format writes it: NaN, +Inf and -Inf are Go's."""
     return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(text := repr(float(value)), text)
+
+
+# What runs the job #
+
+
+KUBEFLOW = "KUBEFLOW_TRAINER_SERVER"  # begins the variables that Kubeflow's controller sets
+
+
+class Progress(NamedTuple):
+    """How far a run is."""
+
+    step: int
+    left: float | None  # seconds; None: not known yet
+    metrics: Mapping[str, float]  # by the names of transformers' integrations
+    done: bool = False
+
+
+class ProgressTracker:
+    """Reports progress from a thread: no step waits for an answer, and no failure ends the run.
+
+    say: prints a line on the first failure.
+    """
+
+    spacing = 5.0  # seconds between two reports, at least; the last one does not wait
+    patience = 5.0  # seconds that the end of the run waits for the last report
+
+    def __init__(self, course: Course, say: Callable[[str], None]) -> None:
+        self.course, self.say, self.left = course, say, TimeLeft(course)
+        self.now = Progress(course.start, None, {})
+        self._news, self._end, self._failed = Event(), Event(), Event()
+        self._thread = Thread(target=self._report, daemon=True)
+
+    def send(self, now: Progress) -> None:
+        """Report once; may block and raise."""
+        raise NotImplementedError
+
+    def log(self, row: Row) -> None:
+        match row["kind"]:
+            case "run":
+                self._thread.start()
+            case "train":
+                names = ("loss", "grad_norm", "learning_rate")
+                new = {name: row[name] for name in names if row[name] is not None}
+                new |= {} if row.get("epoch") is None else {"current_epoch": round(row["epoch"], 2)}
+                left = self.left.train(row["step"], row["tokens"], time.monotonic())
+                self.now = Progress(row["step"], left, {**self.now.metrics, **new})
+            case "eval":
+                self.left.evaluated(row.get("seconds", 0.0))
+                self.now = self.now._replace(metrics={**self.now.metrics, "eval_loss": row["loss"]})
+            case "save":
+                self.left.saved(row["seconds"])
+            case _:
+                return
+        self._news.set()
+
+    def close(self, *, failed: bool = False) -> None:
+        if self._thread.ident is None:
+            return
+        if not failed:
+            self.now = self.now._replace(left=0.0, done=True)
+        self._end.set()
+        self._news.set()
+        self._thread.join(self.patience)
+        if self._thread.is_alive():
+            self._fail(f"no answer in {self.patience:g} s.")
+
+    def _report(self) -> None:
+        last = False
+        while not last:
+            self._news.wait()
+            self._news.clear()
+            last = self._end.is_set()
+            try:
+                self.send(self.now)
+            except Exception as error:
+                self._fail(reason_of(error))
+            self._end.wait(self.spacing)
+
+    def _fail(self, reason: str) -> None:
+        if not self._failed.is_set():
+            self._failed.set()
+            self.say(f"Progress could not be reported outside the run: {reason} The run continues.")
+
+
+class KubeflowTracker(ProgressTracker):
+    """Posts the status of Kubeflow's TrainJob, as transformers' integration does.
+
+    The token is read for each post: Kubernetes replaces it every hour.
+    """
+
+    def send(self, now: Progress) -> None:
+        total = self.course.steps
+        metrics = {**now.metrics, "current_step": now.step, "total_steps": total}
+        status: dict[str, Any] = {
+            "lastUpdatedTime": datetime.now(UTC).isoformat(),
+            "progressPercentage": 100 if now.done else min(99, 100 * now.step // max(1, total)),
+            "metrics": [{"name": name, "value": str(value)} for name, value in metrics.items()],
+        }
+        if now.left is not None:
+            status["estimatedRemainingSeconds"] = int(now.left)
+        token = Path(os.environ[f"{KUBEFLOW}_TOKEN"]).read_text("utf-8").strip()
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        body = json.dumps({"trainerStatus": status}).encode()
+        request = Request(os.environ[f"{KUBEFLOW}_URL"], body, headers, method="POST")
+        authority = os.environ.get(f"{KUBEFLOW}_CA_CERT")
+        context = ssl.create_default_context(cafile=authority) if authority else None
+        urlopen(request, timeout=5, context=context).close()
+
+
+class SlurmTracker(ProgressTracker):
+    """Writes progress into the comment of Slurm's job (`squeue -O comment`), unless it has another."""
+
+    spacing = 60.0  # Slurm's controller serves the whole site
+    free: bool | None = None  # the comment is ours to write; None: not looked at yet
+
+    def send(self, now: Progress) -> None:
+        job = os.environ["SLURM_JOB_ID"]
+        if self.free is None:
+            found = re.search(r"^ *Comment=(.+)$", slurm_output("scontrol", "show", "job", job), re.MULTILINE)
+            self.free = found is None or found[1].startswith(COMMENT)
+        if self.free:
+            parts = [f"{COMMENT}step {now.step} of {self.course.steps}"]
+            parts += left_parts(None if now.done else now.left)
+            parts += [f"loss {now.metrics['loss']:.4f}"] if "loss" in now.metrics else []
+            text = ", ".join(parts)
+            slurm_output("scontrol", "update", f"JobId={job}", f"Comment={text}")
+
+
+def outside(course: Course, say: Callable[[str], None]) -> Iterator[ProgressTracker]:
+    """Yield the trackers of what runs this job: Kubeflow's trainer, or Slurm after `meshtune submit`."""
+    disabled = os.environ.get("DISABLE_KUBEFLOW_INTEGRATION", "").upper() == "TRUE"
+    if f"{KUBEFLOW}_URL" in os.environ and not disabled:
+        yield KubeflowTracker(course, say)
+    if {"SLURM_JOB_ID", EXPECTED} <= os.environ.keys() and shutil.which("scontrol"):
+        yield SlurmTracker(course, say)

@@ -31,6 +31,7 @@ from meshtune.train.dashboards import (
     TensorBoardTracker,
     TrackioTracker,
     WandbTracker,
+    outside,
 )
 from meshtune.units import at_words, printable, speed_unit
 
@@ -148,7 +149,7 @@ class Metrics:
                 raise UserError(
                     f"log.to: {name} could not start ({error}); leave it out to continue."
                 ) from error
-        metrics.trackers += tuple(more)
+        metrics.trackers += (*outside(course, metrics.log_line), *more)
         return metrics
 
     def __enter__(self) -> "Metrics":

@@ -19,7 +19,7 @@ RUN = [
 ]  # fmt: skip
 COMMANDS = {
     "sbatch": 'test -z "$FAIL" || { echo "$FAIL" >&2; exit 1; }; echo "$@" > "$CALLED"; echo "7;local"',
-    "squeue": 'test -z "$GONE" && echo "RUNNING|1:02|2:00:00|node[1-2]"',
+    "squeue": 'test -z "$GONE" && echo "RUNNING|1:02|2:00:00|node[1-2]|meshtune: step 4 of 9, 3 s left"',
     "scontrol": 'test -z "$GONE" || { echo "$GONE" >&2; exit 1; }; echo "   StdOut=$CALLED"',
     "sacct": "echo COMPLETED",
     "scancel": 'echo "$*" > "$CALLED"',
