@@ -1,8 +1,9 @@
-"""Read exported plans with the tools' own settings classes: `make test-exports`.
+"""Read exported plans and submitted jobs with the tools' own settings classes: `make test-exports`.
 
-    python scripts/export_readers.py [TOOL …]     all tools that plans are exported to without a name
+    python scripts/export_readers.py [TOOL …]     all tools without a name
 
     tests/unit/tools/test_plan_export.py, in .venv-exports/TOOL ──> degrees, batch and stages of every layout
+    tests/unit/submit, in .venv-exports/TOOL ──> fields of a job
 
 Each tool has an environment with its newest release and of its requirements only what its settings classes
 import and this environment lacks. Everything else (torch, pytest) is taken from the environment that
@@ -28,7 +29,8 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".venv-exports"
 TESTS = "tests/unit/tools/test_plan_export.py"
-READ_BACK = "test_the_tool_reads_back_the_layout"
+JOBS = "tests/unit/submit/test_submit_fields.py"
+READ_BACK = ("test_the_tool_reads_back_the_layout", "test_the_tool_reads_back_a_task")
 LEAST_LAYOUTS, MOST_MISSING = 8, 1
 PINNED = ("transformers", "tokenizers", "huggingface_hub", "accelerate", "peft")
 DEEPSPEED = ("deepspeed", "hjson", "einops", "msgpack")
@@ -41,6 +43,9 @@ class Environment(NamedTuple):
     others: tuple[str, ...] = ()  # that its settings classes import
     pins: bool = False  # it asks for other versions of PINNED than the newest
     stub: str = ""  # a module of the tool that needs a package of 1 GB, and no settings need it
+    whole: bool = False  # with all its requirements
+    tests: str = TESTS
+    least: int = LEAST_LAYOUTS  # cases that read a file back
 
 
 ENVIRONMENTS = {
@@ -54,6 +59,8 @@ ENVIRONMENTS = {
     "megatron": Environment("megatron-core"),
     "axolotl": Environment("axolotl", pins=True),
     "llamafactory": Environment("llamafactory", ("omegaconf", *DEEPSPEED), pins=True),
+    "sky": Environment("skypilot", whole=True, tests=JOBS, least=1),
+    "dstack": Environment("dstack", ("gpuhunt", "apscheduler", "tzlocal"), tests=JOBS, least=1),
 }
 
 
@@ -69,7 +76,7 @@ def made(tool: str) -> Path:
         venv.create(folder, with_pip=False)
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "shared.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
-    install(python, environment.release, *environment.others)
+    install(python, environment.release, *environment.others, whole=environment.whole)
     if environment.pins:
         install(python, *pinned(site, environment.release))
         install(python, *pinned(site, "transformers"))
@@ -78,9 +85,13 @@ def made(tool: str) -> Path:
     return python
 
 
-def install(python: Path, *packages: str) -> None:
-    """Install the newest release of each package that fits, without requirements. Raises NotInstalled."""
-    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "-U"]
+def install(python: Path, *packages: str, whole: bool = False) -> None:
+    """Install the newest release of each package that fits. Raises NotInstalled.
+
+    whole: with the requirements that are not there yet.
+    """
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "-U"]
+    command += [] if whole else ["--no-deps"]
     without_kernels = os.environ | {"DS_BUILD_OPS": "0"}
     done = subprocess.run(
         [*command, *packages], capture_output=True, text=True, timeout=300, env=without_kernels
@@ -103,9 +114,9 @@ def distribution(site: Path, release: str) -> Distribution:
 
 
 def read_back(tool: str, python: Path) -> int:
-    """Run the tests of a tool's exports in its environment; return the number of layouts read back.
+    """Run the tests of a tool's exports in its environment; return the number of files read back.
 
-    Exits if a test fails or is skipped, or with fewer than LEAST_LAYOUTS.
+    Exits if a test fails or is skipped, or with fewer than the least number.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
@@ -118,9 +129,9 @@ def read_back(tool: str, python: Path) -> int:
             "no:cacheprovider",
             "-o",
             "addopts=",
-            TESTS,
+            ENVIRONMENTS[tool].tests,
             "-k",
-            tool,
+            tool if ENVIRONMENTS[tool].tests == TESTS else f"reads_back and {tool}",
         ]
         environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(
@@ -129,13 +140,13 @@ def read_back(tool: str, python: Path) -> int:
         if done.returncode:
             sys.exit(f"{done.stdout[-6000:]}{done.stderr[-2000:]}\ntest-exports: {tool} fails.")
         layouts, skipped = counted(report.read_text("utf-8"))
-    if skipped or layouts < LEAST_LAYOUTS:
-        sys.exit(f"test-exports: {tool} read back {layouts} layouts, and skipped {skipped}.")
+    if skipped or layouts < ENVIRONMENTS[tool].least:
+        sys.exit(f"test-exports: {tool} read back {layouts} files, and skipped {skipped}.")
     return layouts
 
 
 def counted(report: str) -> tuple[int, int]:
-    """(layouts that were read back, tests of any kind that were skipped) in pytest's XML report."""
+    """(files that were read back, tests of any kind that were skipped) in pytest's XML report."""
     cases = [*ElementTree.fromstring(report).iter("testcase")]
     passed = [case for case in cases if case.get("name", "").startswith(READ_BACK) and not len(case)]
     return len(passed), sum(case.find("skipped") is not None for case in cases)
@@ -154,7 +165,7 @@ def main() -> None:
             continue
         (site,) = python.parents[1].glob("lib/python*/site-packages")
         release = distribution(site, ENVIRONMENTS[tool].release)
-        print(f"{release.name} {release.version} reads back {read_back(tool, python)} layouts", flush=True)
+        print(f"{release.name} {release.version} reads back {read_back(tool, python)} files", flush=True)
     for tool, reason in missing.items():
         print(f"test-exports: {tool} can't be installed: {reason}")
     if len(missing) > MOST_MISSING or missing.keys() == {*tools}:

@@ -35,7 +35,7 @@ NAMES = {  # kind of our catalogue -> name and memory of the GPU
     "rtx-5090": "RTX5090:32GB",
 }  # fmt: skip
 REMEDIES = {  # words in a refusal -> what to do
-    "project": "Run `dstack login`, or `dstack project add`.",
+    "No default project": "Run `dstack login`, or `dstack project add`.",
     "CODE_UPLOAD_LIMIT": "Keep large files on a volume, or a machine's folder (cluster.storage).",
     "is not set": "Set the variable where you submit.",
     "olume": f"Change {SETTING}.volumes.",
@@ -88,7 +88,7 @@ def task(job: "Job") -> dict[str, Any]:
     gpu |= {"gpu": f"{NAMES[job.gpu]}:{job.gpus}"} if not job.processor and job.gpu in NAMES else {}
     return {
         "type": "task", "name": name_of(job), "nodes": job.machines, "image": None, "commands": [],
-        "env": dict(job.environment), "files": [],
+        "env": dict(job.environment), "registry_auth": {}, "files": [],
         "resources": gpu | {
             "cpu": f"{job.cpus}..", "memory": f"{job.memory}GB..",
             "shm_size": f"{job.memory // 2}GB",  # as Linux has it outside of containers
@@ -131,6 +131,8 @@ def checked(job: "Job", fields: Mapping[str, Any], limit: int | None) -> Iterato
         )
     remedy = f"write {SETTING}.env=[NAME], and set NAME where you submit"
     yield from secrets(fields["env"], f"{SETTING}.env", remedy)
+    remedy = "write '${{ secrets.NAME }}', a secret of dstack's server"
+    yield from secrets(fields["registry_auth"], f"{SETTING}.registry_auth", remedy)
 
 
 def dstack(*words: str, **options: Any) -> str:

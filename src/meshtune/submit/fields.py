@@ -18,7 +18,7 @@ from meshtune.yaml_tree import overridden, read_yaml
 if TYPE_CHECKING:
     from meshtune.submit.job import Job
 
-SECRET = re.compile("(TOKEN|SECRET|PASSWORD|_KEY|_KEY_ID)$")  # ends the name of a variable
+SECRET = "(?i)(TOKEN|SECRET|PASSWORD|_KEY|_KEY_ID)$"  # pattern of the names of secrets
 WRITTEN = ("output", "data.cache", "cluster.storage", "log.textfile_directory")  # paths that a run writes
 
 
@@ -70,10 +70,13 @@ def laid(
     return fields
 
 
-def secrets(variables: Mapping[str, Any], place: str, remedy: str) -> Iterator[str]:
-    """Yield a sentence for each secret that the file would have. remedy: clause with another way for NAME."""
+def secrets(variables: Mapping[str, Any], place: str, remedy: str, named: str = SECRET) -> Iterator[str]:
+    """Yield a sentence for each secret that the file would have. remedy: clause with another way for NAME.
+
+    named: pattern of the secrets' names.
+    """
     for name, value in variables.items():
-        if value is not None and SECRET.search(name) and "${{" not in str(value):
+        if value is not None and re.search(named, name) and "${{" not in str(value):
             yield f"{place}.{name} would be written into the file; {remedy.replace('NAME', name)}."
 
 
@@ -87,7 +90,7 @@ def text_of(to: str, comments: Iterable[str], fields: Mapping[str, Any]) -> str:
     """The file of an engine; fields without a value are left out."""
     lines = [f"Written by `meshtune submit --to {to}`; its next call writes it anew.", *comments]
     dumped = yaml.safe_dump(
-        {name: value for name, value in fields.items() if value},
+        {name: value for name, value in fields.items() if value not in (None, {}, [])},
         sort_keys=False,
         allow_unicode=True,
         width=10**6,

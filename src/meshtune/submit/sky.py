@@ -49,7 +49,7 @@ def files(job: "Job", options: Mapping[str, Any]) -> dict[str, str]:
     mounts = [*fields["volumes"], *([job.mount] if own and job.mount else [])]
     mounts += [
         path for path, store in fields["file_mounts"].items()
-        if isinstance(store, dict) and store.get("mode") != "COPY"
+        if isinstance(store, dict) and str(store.get("mode")).upper() != "COPY"
     ]  # fmt: skip
     copied = inputs(job, mounts)
     problems += [*checked(job, fields)]
@@ -108,8 +108,7 @@ def checked(job: "Job", fields: Mapping[str, Any]) -> Iterator[str]:
         yield "cluster.time_limit: SkyPilot has no time limit; leave it out."
     remedy = f"write {SETTING}.secrets={{NAME: null}}, and set NAME where you submit"
     yield from secrets(fields["envs"], f"{SETTING}.envs", remedy)
-    for name in (name for name, value in fields["secrets"].items() if value is not None):
-        yield f"{SETTING}.secrets.{name} would be written into the file; {remedy.replace('NAME', name)}."
+    yield from secrets(fields["secrets"], f"{SETTING}.secrets", remedy, named="")
 
 
 def sky(*words: str, **options: Any) -> str:
