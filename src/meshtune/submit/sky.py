@@ -19,11 +19,8 @@ if TYPE_CHECKING:
 
 FILE, SETTING, WORKDIR = "job.yaml", "cluster.sky", "~/sky_workdir"
 RESOURCES = f"{SETTING}.resources"
-RECOVERY = (
-    "strategy",
-    "max_restarts_on_errors",
-    "recover_on_exit_codes",
-)  # the client knows no others either
+# Of job_recovery; any other passes SkyPilot's client, and does nothing.
+RECOVERY = {"strategy", "max_restarts_on_errors", "recover_on_exit_codes"}
 FIXED = (f"{SETTING}.num_nodes", f"{SETTING}.run", f"{RESOURCES}.job_recovery.recover_on_exit_codes")
 OWN = ("ssh", "slurm", "k8s", "kubernetes")  # of `infra`: machines of the user, which may share folders
 NAMES = {  # kind of our catalogue -> accelerator

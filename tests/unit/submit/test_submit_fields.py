@@ -209,7 +209,8 @@ def test_dstacks_limit_is_signalled_ahead_and_the_exit_code_kept(folder: Path) -
 
 
 @pytest.mark.needs("sky")
-def test_the_tool_reads_back_a_task_of_sky(folder: Path) -> None:
+def test_the_tool_reads_back_a_task_of_sky(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder))
     names = importlib.import_module("sky.utils.gpu_names").CANONICAL_GPU_NAMES
     names = {*names, *importlib.import_module("sky.provision.runpod.utils").GPU_NAME_MAP}
     assert {*sky.NAMES.values()} <= names
