@@ -1,9 +1,10 @@
-"""Read exported plans, and files of `meshtune submit`, with the tools' own classes: `make test-exports`.
+"""Read exported plans and submitted jobs with the tools' own classes: `make test-exports`.
 
     python scripts/export_readers.py [TOOL …]     all tools without a name
 
     tests/unit/tools/test_plan_export.py, in .venv-exports/TOOL ──> degrees, batch and stages of every layout
-    tests/unit/submit/test_submit_….py,   in .venv-exports/TOOL ──> the fields of the files
+    tests/unit/submit, in .venv-exports/sky and others          ──> fields of a job
+    tests/acceptance/test_ray.py, in .venv-exports/ray          ──> jobs on a cluster of Ray on this machine
 
 Each tool has an environment with its newest release and of its requirements only what its settings classes
 import and this environment lacks. Everything else (torch, pytest) is taken from the environment that
@@ -29,7 +30,8 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".venv-exports"
 TESTS = "tests/unit/tools/test_plan_export.py"
-READ_BACK = "test_the_tool_reads_back_the_layout"
+SUBMIT = "tests/unit/submit/test_submit_{}.py"
+READ_BACK = "test_the_tool_reads_back"
 LEAST_LAYOUTS, MOST_MISSING = 8, 1
 PINNED = ("transformers", "tokenizers", "huggingface_hub", "accelerate", "peft")
 DEEPSPEED = ("deepspeed", "hjson", "einops", "msgpack")
@@ -42,8 +44,10 @@ class Environment(NamedTuple):
     others: tuple[str, ...] = ()  # that its settings classes import
     pins: bool = False  # it asks for other versions of PINNED than the newest
     stub: str = ""  # a module of the tool that needs a package of 1 GB, and no settings need it
+    whole: bool = False  # with all its requirements
     tests: str = TESTS
-    least: int = LEAST_LAYOUTS
+    counts: str = READ_BACK  # begins the names of the tests that are counted
+    least: int = LEAST_LAYOUTS  # of these
 
 
 ENVIRONMENTS = {
@@ -57,8 +61,18 @@ ENVIRONMENTS = {
     "megatron": Environment("megatron-core"),
     "axolotl": Environment("axolotl", pins=True),
     "llamafactory": Environment("llamafactory", ("omegaconf", *DEEPSPEED), pins=True),
-    "kubeflow": Environment(
-        "kubeflow-trainer-api", tests="tests/unit/submit/test_submit_kubeflow.py", least=4
+    "kubeflow": Environment("kubeflow-trainer-api", tests=SUBMIT.format("kubeflow"), least=4),
+    "sky": Environment("skypilot", whole=True, tests=SUBMIT.format("fields"), least=1),
+    "dstack": Environment(
+        "dstack", ("gpuhunt", "apscheduler", "tzlocal"), tests=SUBMIT.format("fields"), least=1
+    ),
+    "ray": Environment(
+        "ray",
+        ("ray[default]==2.60.0",),
+        whole=True,
+        tests="tests/acceptance/test_ray.py",
+        counts="test_",
+        least=2,
     ),
 }
 
@@ -75,7 +89,7 @@ def made(tool: str) -> Path:
         venv.create(folder, with_pip=False)
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "shared.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
-    install(python, environment.release, *environment.others)
+    install(python, environment.release, *environment.others, whole=environment.whole)
     if environment.pins:
         install(python, *pinned(site, environment.release))
         install(python, *pinned(site, "transformers"))
@@ -84,12 +98,16 @@ def made(tool: str) -> Path:
     return python
 
 
-def install(python: Path, *packages: str) -> None:
-    """Install the newest release of each package that fits, without requirements. Raises NotInstalled."""
-    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "-U"]
+def install(python: Path, *packages: str, whole: bool = False) -> None:
+    """Install the newest release of each package that fits. Raises NotInstalled.
+
+    whole: with the requirements that are not there yet.
+    """
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "-U"]
+    command += [] if whole else ["--no-deps"]
     without_kernels = os.environ | {"DS_BUILD_OPS": "0"}
     done = subprocess.run(
-        [*command, *packages], capture_output=True, text=True, timeout=300, env=without_kernels
+        [*command, *packages], capture_output=True, text=True, timeout=900, env=without_kernels
     )
     if done.returncode:
         raise NotInstalled((done.stderr.strip().splitlines() or ["pip gave no reason"])[-1])
@@ -109,9 +127,9 @@ def distribution(site: Path, release: str) -> Distribution:
 
 
 def read_back(tool: str, python: Path) -> int:
-    """Run the tests of a tool's exports in its environment; return the number of layouts read back.
+    """Run the tests of a tool in its environment; return the number of those that are counted and pass.
 
-    Exits if a test fails or is skipped, or with fewer layouts than `least`.
+    Exits if a test fails or is skipped, or with fewer than the least number.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
@@ -134,16 +152,16 @@ def read_back(tool: str, python: Path) -> int:
         )
         if done.returncode:
             sys.exit(f"{done.stdout[-6000:]}{done.stderr[-2000:]}\ntest-exports: {tool} fails.")
-        layouts, skipped = counted(report.read_text("utf-8"))
-    if skipped or layouts < ENVIRONMENTS[tool].least:
-        sys.exit(f"test-exports: {tool} read back {layouts} layouts, and skipped {skipped}.")
-    return layouts
+        passed, skipped = counted(report.read_text("utf-8"), ENVIRONMENTS[tool].counts)
+    if skipped or passed < ENVIRONMENTS[tool].least:
+        sys.exit(f"test-exports: {tool} passed {passed} tests, and skipped {skipped}.")
+    return passed
 
 
-def counted(report: str) -> tuple[int, int]:
-    """(layouts that were read back, tests of any kind that were skipped) in pytest's XML report."""
+def counted(report: str, begins: str = READ_BACK) -> tuple[int, int]:
+    """(tests that passed and have a name that begins so, tests that were skipped) in pytest's XML report."""
     cases = [*ElementTree.fromstring(report).iter("testcase")]
-    passed = [case for case in cases if case.get("name", "").startswith(READ_BACK) and not len(case)]
+    passed = [case for case in cases if case.get("name", "").startswith(begins) and not len(case)]
     return len(passed), sum(case.find("skipped") is not None for case in cases)
 
 
@@ -160,7 +178,7 @@ def main() -> None:
             continue
         (site,) = python.parents[1].glob("lib/python*/site-packages")
         release = distribution(site, ENVIRONMENTS[tool].release)
-        print(f"{release.name} {release.version} reads back {read_back(tool, python)} layouts", flush=True)
+        print(f"{release.name} {release.version} passes {read_back(tool, python)} tests", flush=True)
     for tool, reason in missing.items():
         print(f"test-exports: {tool} can't be installed: {reason}")
     if len(missing) > MOST_MISSING or missing.keys() == {*tools}:

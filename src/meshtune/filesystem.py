@@ -179,20 +179,20 @@ def paths_named(config: "BaseModel") -> Iterator[None]:
 
 def _paths_of(config: "BaseModel") -> Iterator[tuple[str, Path]]:
     """(Setting, path) of what is written, and of what is read where it is a path that exists."""
-    for key, text in _texts(config.model_dump(mode="json")):
+    for key, text in texts(config.model_dump(mode="json")):
         if is_path(text, key, type(config)):
             setting, path = re.sub(r"(\.\d+)?(\.path)?$", "", key), expanded(text)
             if setting in ("output", "data.cache") or os.path.lexists(path):
                 yield setting, path
 
 
-def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """Yield (dotted key, text) of each text in a tree. key: dotted name of `value`."""
     if isinstance(value, str):
         yield key, value
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, item in items:
-        yield from _texts(item, f"{key}.{name}".lstrip("."))
+        yield from texts(item, f"{key}.{name}".lstrip("."))
 
 
 def chooser(error: OSError) -> str:

@@ -1,14 +1,23 @@
 """Programs of clusters (sbatch, sky, kubectl …) and their answers."""
 
 import subprocess
+from collections.abc import Collection
 
 from meshtune.errors import UserError
 
 
-def client_output(tool: str, *words: str, look: str, seconds: float = 120) -> str:
+def client_output(
+    tool: str,
+    *words: str,
+    look: str,
+    seconds: float = 120,
+    remedy: str = "Work on a machine that has it on PATH",
+    codes: Collection[int] = (0,),
+) -> str:
     """Output of a program of `tool`. Raises UserError, with its words, if it is missing or fails.
 
-    look: command that shows what was done, for a program that has not answered in so many seconds.
+    look: command that shows what was done, for a program that has not answered in so many seconds. remedy:
+    clause for a program that is missing. codes: exit codes of an answer.
     """
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=seconds, start_new_session=True)
@@ -18,9 +27,7 @@ def client_output(tool: str, *words: str, look: str, seconds: float = 120) -> st
             f"`{look}` before you try again."
         ) from None
     except OSError as error:
-        raise UserError(
-            f"{tool}'s {words[0]} can't be run: {error}. Work on a machine that has it on PATH."
-        ) from None
-    if done.returncode:
-        raise UserError(f"{words[0]} refused: {' '.join(done.stderr.split())}")
+        raise UserError(f"{tool}'s {words[0]} can't be run: {error}. {remedy}.") from None
+    if done.returncode not in codes:
+        raise UserError(f"{words[0]} refused: {' '.join((done.stderr.strip() or done.stdout).split())}")
     return done.stdout

@@ -8,7 +8,7 @@ from meshtune.config import Config
 from meshtune.errors import Table, UserError
 from meshtune.rundir import write_text_atomically
 from meshtune.setting import Section
-from meshtune.submit import kubeflow, slurm
+from meshtune.submit import dstack, kubeflow, sky, slurm
 
 if TYPE_CHECKING:
     from meshtune.submit.job import Job
@@ -42,7 +42,9 @@ class Engine(Protocol):
 
 
 ELASTIC = ("slurm",)  # engines that start a job on more than one number of machines
-ENGINES: Mapping[str, Engine] = Table("--to", {"slurm": slurm, "kubeflow": kubeflow})
+ENGINES: Mapping[str, Engine] = Table(
+    "--to", {"slurm": slurm, "sky": sky, "kubeflow": kubeflow, "dstack": dstack}
+)
 
 
 def files_of(config: Config, to: str, job: "Job") -> dict[str, str]:
@@ -69,6 +71,6 @@ def found(job: str) -> tuple[Engine, str]:
     """(The engine, its id) of a job's name. Raises UserError for a name without an engine."""
     to, colon, number = job.partition(":")
     if not (colon and number and to in ENGINES):
-        kinds = " or ".join(f"{name}:ID" for name in ENGINES)
-        raise UserError(f"{job} is not the name of a job; write {kinds}, as `meshtune submit` printed it.")
+        kinds = ", ".join(f"{name}:ID" for name in ENGINES)
+        raise UserError(f"{job} is not the name of a job, as `meshtune submit` printed it: {kinds}.")
     return ENGINES[to], number

@@ -11,19 +11,17 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from glob import glob
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from meshtune.addresses import has_secret
-from meshtune.config import SETTINGS, Config
-from meshtune.errors import Interrupted, UserError, expanded, type_name, written
-from meshtune.launch.client import client_output
-from meshtune.setting import is_path
+from meshtune.errors import Interrupted, UserError, written
+from meshtune.filesystem import texts
+from meshtune.submit.fields import SECRET, asked, below, inputs, laid, name_of
 from meshtune.units import duration
-from meshtune.yaml_tree import merge, overridden, read_yaml, sets
+from meshtune.yaml_tree import sets
 
 if TYPE_CHECKING:
     from meshtune.submit.job import Job
@@ -40,8 +38,6 @@ OURS = (
     "spec.trainer.numProcPerNode",
 )  # fmt: skip
 RESERVED = re.compile("PET_|MESHTUNE_|(RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR|MASTER_PORT)$")
-SECRET = re.compile(".*(TOKEN|SECRET|PASSWORD|_KEY|_KEY_ID)$")
-SET_BY_JOB = ("output", "data.cache", "cluster.storage")  # paths; `lost` judges the first and last
 REMEDIES = {  # words in a refusal -> what to do
     "must be created before": f"An administrator of the cluster applies {RUNTIME} of the same folder, once.",
     "AlreadyExists": "`meshtune submit cancel` removes an earlier job of the name; its checkpoints stay. "
@@ -105,11 +101,20 @@ def files(job: "Job", options: Mapping[str, Any]) -> dict[str, str]:
         raise UserError(f"{file} can't be copied to the pods: it is not a file. Write it into one.")
     text = Path(file).read_text("utf-8") if file else ""
     given = dict(texts(options))
-    name = given.get("metadata.name", job.name if job.name[0].isalpha() else f"run-{job.name}")
-    ours = train_job(job, file, name)
+    name, problems = given.get("metadata.name", name_of(job)), list[str]()
+    ours, gpus = train_job(job, file, name), f"spec.trainer.resourcesPerNode.limits.{gpu_of(job)}"
+    whole = laid(ours, options, [f"{SETTING}.{field}" for field in (*OURS, gpus)], SETTING, problems)
+    spec, trainer = whole["spec"], whole["spec"]["trainer"]
+    env = trainer["env"] if sets(options, ("spec", "trainer", "env")) else []
+    patches = spec["runtimePatches"] if sets(options, ("spec", "runtimePatches")) else []
     mounts = [*({job.mount} - {""}), *(path for key, path in given.items() if key.endswith("mountPath"))]
-    problems = [*malformed(ours, options)] or [*refused(job, options)]
-    problems += [*lost(job, options, mounts), *unseen(job, file, mounts)]
+    problems += [*refused(whole, env, patches), *lost(job, options, mounts)]
+    problems += [
+        f"{path} is on this machine, and the pods don't see it: copy it below "
+        f"{' or '.join(mounts) or 'a volume'}, and name it there."
+        for path in inputs(job, mounts)
+        if path != file
+    ]
     problems += [
         f"{name}: everyone in the cluster could read the secret of an address in it; leave that out, and "
         f"give credentials as variables ({ENV} with valueFrom: secretKeyRef)."
@@ -118,10 +123,10 @@ def files(job: "Job", options: Mapping[str, Any]) -> dict[str, str]:
     ]
     if problems:
         raise UserError(problems)
-    whole, spec = merge(ours, options), options["spec"]
-    variables = [*ours["spec"]["trainer"]["env"], *spec["trainer"].get("env", [])]
-    whole["spec"]["trainer"]["env"] = [*{item["name"]: item for item in variables}.values()]
-    whole["spec"]["runtimePatches"] = [*ours["spec"]["runtimePatches"], *spec.get("runtimePatches", [])]
+    variables = {item["name"]: item for item in (*ours["spec"]["trainer"]["env"], *env)}
+    trainer["env"], spec["runtimePatches"] = (
+        [*variables.values()], [*ours["spec"]["runtimePatches"], *patches],
+    )  # fmt: skip
     metadata = {"name": CONFIG_MAP.format(name)}
     metadata |= {key: value for key, value in whole["metadata"].items() if key == "namespace"}
     config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"run.yaml": text}}
@@ -134,7 +139,7 @@ def files(job: "Job", options: Mapping[str, Any]) -> dict[str, str]:
     trees = [config, whole] if file else [whole]
     dumped = [yaml.dump(tree, Dumper=Block, sort_keys=False, width=1000) for tree in trees]
     made = {JOB: "".join(f"# {line}\n" for line in lines) + "---\n".join(dumped)}
-    return made if "runtimeRef" in spec else made | {RUNTIME: RUNTIME_TEXT}
+    return made if sets(options, ("spec", "runtimeRef")) else made | {RUNTIME: RUNTIME_TEXT}
 
 
 def train_job(job: "Job", file: str | None, name: str) -> dict[str, Any]:
@@ -176,47 +181,24 @@ def gpu_of(job: "Job") -> str:
     return "amd.com/gpu" if re.match(r"mi\d", job.gpu) else "nvidia.com/gpu"
 
 
-def texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, text) of each text in a tree."""
-    if isinstance(value, str):
-        yield key, value
-    elif isinstance(value, Mapping | list):
-        for name, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from texts(item, f"{key}.{name}".lstrip("."))
+def refused(whole: Mapping[str, Any], env: Sequence[Any], patches: Sequence[Any]) -> Iterator[str]:
+    """Yield a sentence for each field that is missing or unknown, or is not the user's to set.
 
-
-def malformed(ours: Mapping[str, Any], options: Mapping[str, Any], key: str = SETTING) -> Iterator[str]:
-    """Yield a sentence for each value that should be a mapping or list, as ours is."""
-    for name, value in options.items():
-        mine, place = ours.get(name), f"{key}.{name}"
-        if isinstance(mine, Mapping) and isinstance(value, Mapping):
-            yield from malformed(mine, value, place)
-        elif isinstance(mine, Mapping | list) and type(value) is not type(mine):
-            yield f"{place} = {written(value)}: write {type_name(mine)}."
-
-
-def refused(job: "Job", options: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each field that is missing, unknown, or set by the job itself."""
-    for name in options.keys() - {"metadata", "spec", "apiVersion", "kind"}:
+    whole: the TrainJob. env, patches: the user's variables and runtimePatches.
+    """
+    for name in whole.keys() - {"metadata", "spec", "apiVersion", "kind"}:
         yield f"{SETTING}.{name}: a TrainJob has metadata and spec, such as {SETTING}.spec.trainer.image."
-    if not sets(options, ("spec", "trainer", "image")):
+    if "image" not in whole["spec"]["trainer"]:
         yield f"{SETTING}.spec.trainer.image is not set: it names an image that has meshtune."
-    gpus = ["spec", "trainer", "resourcesPerNode", "limits", gpu_of(job)]
-    for path in (*(name.split(".") for name in OURS), gpus):
-        if sets(options, path):
-            yield f"{SETTING}.{'.'.join(path)} is set by meshtune submit; leave it out."
-    spec = options.get("spec", {})
-    if any(
-        isinstance(one, Mapping) and one.get("manager") == MANAGER for one in spec.get("runtimePatches", [])
-    ):
+    if any(isinstance(one, Mapping) and one.get("manager") == MANAGER for one in patches):
         yield f"{PATCHES}: the manager {MANAGER} is ours; give yours another name."
-    for item in spec.get("trainer", {}).get("env", []):
+    for item in env:
         name = str(item.get("name", "")) if isinstance(item, Mapping) else ""
         if not name:
             yield f"{ENV} = {written(item)}: write {{name: …, value: …}}."
         elif RESERVED.match(name):
             yield f"{ENV}: {name} is set by the trainer or meshtune; leave it out."
-        elif SECRET.match(name) and "value" in item:
+        elif re.search(SECRET, name) and "value" in item:
             yield f"{ENV}: everyone in the cluster could read {name}; write valueFrom: {{secretKeyRef: …}}."
 
 
@@ -230,36 +212,16 @@ def lost(job: "Job", options: Mapping[str, Any], mounts: Sequence[str]) -> Itera
         yield f"cluster.storage = {job.storage}: pods mount no object store; write {CLAIM}NAME of a claim."
         return
     mounts = mounts if claimed or sets(options, ("spec", "runtimeRef")) else mounts[bool(job.mount) :]
-    if not any(map(PurePosixPath(job.output).is_relative_to, mounts)):
+    if not below(job.output, mounts):
         yield (
             f"output = {job.output} is lost with the pods, which keep only what is on a volume: set "
             f"cluster.storage={CLAIM}NAME of a claim, or mount a volume there by {PATCHES}."
         )
 
 
-def unseen(job: "Job", file: str | None, mounts: Sequence[str]) -> Iterator[str]:
-    """Yield a sentence for each file of this machine that a setting names and no volume has."""
-    trees = [read_yaml(Path(file), SETTINGS)] if file else []
-    trees += [overridden({}, word) for word in job.command if "=" in word]
-    for key, text in (pair for tree in trees for pair in texts(tree)):
-        if is_path(text, key, Config) and key not in SET_BY_JOB:
-            path = expanded(text)
-            here = path.exists() or glob(str(path))
-            if here and not any(map(path.is_relative_to, mounts)):
-                yield (
-                    f"{key} = {text} is on this machine, and the pods don't see it: copy it below "
-                    f"{' or '.join(mounts) or 'a volume'}, and name it there."
-                )
-
-
 def kubectl(*words: str) -> str:
     """Output of kubectl. Raises UserError with its words, and the remedy where they are known."""
-    try:
-        return client_output("Kubernetes", "kubectl", *words, look="kubectl get trainjobs")
-    except UserError as error:
-        said = str(error)
-        remedy = next((remedy for words, remedy in REMEDIES.items() if re.search(words, said)), "")
-        raise UserError(f"{said.rstrip('.')}. {remedy}" if remedy else said) from None
+    return asked("Kubernetes", "kubectl", *words, remedies=REMEDIES, look="kubectl get trainjobs")
 
 
 def send(folder: Path) -> str:

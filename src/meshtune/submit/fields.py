@@ -1,0 +1,108 @@
+"""Engines that read one YAML file: our fields, those of the user laid over them, and the checks of both."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from glob import glob
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from meshtune.config import SETTINGS, Config
+from meshtune.errors import UserError, expanded, type_name, written
+from meshtune.filesystem import texts
+from meshtune.launch.client import client_output
+from meshtune.setting import is_path
+from meshtune.yaml_tree import overridden, read_yaml
+
+if TYPE_CHECKING:
+    from meshtune.submit.job import Job
+
+SECRET = "(?i)(TOKEN|SECRET|PASSWORD|_KEY|_KEY_ID)$"  # pattern of the names of secrets
+WRITTEN = ("output", "data.cache", "cluster.storage", "log.textfile_directory")  # paths that a run writes
+
+
+def name_of(job: "Job") -> str:
+    """The job's name; engines ask for two characters and a letter first."""
+    return job.name if re.match("[a-z].", job.name) else f"run-{job.name}"[:40].rstrip("-")
+
+
+def inputs(job: "Job", mounts: Iterable[str]) -> list[str]:
+    """Files and folders of this machine that the command names, but for those below `mounts`."""
+    words = job.command[job.command.index("train") + 1 :]
+    files = [word for word in words if "=" not in word]
+    trees = [read_yaml(expanded(file), SETTINGS) for file in files]
+    trees += [overridden({}, word) for word in words if "=" in word]
+    named = [(text, key) for tree in trees for key, text in texts(tree) if key not in WRITTEN]
+    paths = [
+        str(expanded(text)) for text in (*files, *(one for one, key in named if is_path(one, key, Config)))
+    ]
+    here = [found for path in paths for found in ([path] if Path(path).exists() else sorted(glob(path)))]
+    return [path for path in dict.fromkeys(here) if not below(path, mounts)]
+
+
+def below(path: str, folders: Iterable[str]) -> bool:
+    """True if the path is in one of the folders, or is one."""
+    return any(map(PurePosixPath(path).is_relative_to, folders))
+
+
+def laid(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], fixed: Iterable[str], place: str, problems: list[str]
+) -> dict[str, Any]:
+    """Our fields with those of the user laid over them.
+
+    place: the setting that has `theirs`. fixed: full names of fields that a job sets itself. problems: gets a
+    sentence for each of these, and for each value of another kind than our mapping or list.
+    """
+    fields = dict(ours)
+    for name, value in theirs.items():
+        field, kind = f"{place}.{name}", type(ours.get(name))
+        if field in fixed:
+            problems.append(f"{field} is set by meshtune submit; leave it out.")
+        elif kind not in (dict, list):
+            fields[name] = value
+        elif type(value) is not kind:
+            problems.append(f"{field} = {written(value)}: write {type_name(ours[name])}.")
+        else:
+            fields[name] = (
+                laid(ours[name], value, fixed, field, problems) if isinstance(value, dict) else value
+            )
+    return fields
+
+
+def secrets(variables: Mapping[str, Any], place: str, remedy: str, named: str = SECRET) -> Iterator[str]:
+    """Yield a sentence for each secret that the file would have. remedy: clause with another way for NAME.
+
+    named: pattern of the secrets' names.
+    """
+    for name, value in variables.items():
+        if value is not None and re.search(named, name) and "${{" not in str(value):
+            yield f"{place}.{name} would be written into the file; {remedy.replace('NAME', name)}."
+
+
+def lost(job: "Job", mounts: Iterable[str], remedy: str) -> Iterator[str]:
+    """Yield a sentence if the run folder is on none of the folders that outlive the machines."""
+    if not below(job.output, mounts):
+        yield f"output = {job.output} would be lost with its machines: {remedy}."
+
+
+def text_of(to: str, comments: Iterable[str], fields: Mapping[str, Any]) -> str:
+    """The file of an engine; fields without a value are left out."""
+    lines = [f"Written by `meshtune submit --to {to}`; its next call writes it anew.", *comments]
+    dumped = yaml.safe_dump(
+        {name: value for name, value in fields.items() if value not in (None, {}, [])},
+        sort_keys=False,
+        allow_unicode=True,
+        width=10**6,
+    )
+    return "".join(f"# {line}\n" for line in lines) + dumped
+
+
+def asked(tool: str, *words: str, remedies: Mapping[str, str], **options: Any) -> str:
+    """Output of a client, as `client_output`. remedies: pattern of a refusal -> what to do."""
+    try:
+        return client_output(tool, *words, **options)
+    except UserError as error:
+        said = str(error)
+        remedy = next((remedy for pattern, remedy in remedies.items() if re.search(pattern, said)), "")
+        raise UserError(f"{said.rstrip('.')}. {remedy}" if remedy else said) from None
