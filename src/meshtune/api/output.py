@@ -27,6 +27,7 @@ from meshtune.api.choose import prediction
 from meshtune.config import Config, load
 from meshtune.data.example import rows_name
 from meshtune.errors import UserError, expanded, written
+from meshtune.launch.visible import MARK
 from meshtune.length import limits
 from meshtune.model.files import ADAPTER_CONFIG
 from meshtune.model.stored import BASE_DIGEST, FORM, base_digest
@@ -221,7 +222,7 @@ def is_unused(run: RunDir) -> bool:
     """
     if run.config_file.exists():
         return not (run.rows("train") or run.model.exists() or any(run.checkpoints.glob("[!.]*")))
-    first = {run.lock_file.name, aside_pattern(run.config_file)}
+    first = {run.lock_file.name, aside_pattern(run.config_file), f"{MARK}*"}
     return not run.path.exists() or all(
         any(fnmatch(path.name, pattern) for pattern in first) for path in run.path.iterdir()
     )

@@ -8,7 +8,7 @@ from meshtune.config import Config
 from meshtune.errors import Table, UserError
 from meshtune.rundir import write_text_atomically
 from meshtune.setting import Section
-from meshtune.submit import slurm
+from meshtune.submit import ray, slurm
 
 if TYPE_CHECKING:
     from meshtune.submit.job import Job
@@ -41,7 +41,7 @@ class Engine(Protocol):
         ...
 
 
-ENGINES: Mapping[str, Engine] = Table("--to", {"slurm": slurm})
+ENGINES: Mapping[str, Engine] = Table("--to", {"slurm": slurm, "ray": ray})
 
 
 def files_of(config: Config, to: str, job: "Job") -> dict[str, str]:
