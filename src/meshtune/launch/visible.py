@@ -9,11 +9,11 @@ MARK = ".machine-"  # begins the name of a machine's file in the run folder
 PATIENCE = 60.0  # seconds in which a network file system shows a new file on other machines
 
 
-def unseen(folder: Path, machine: int, machines: int, start: str, seconds: float = PATIENCE) -> list[int]:
-    """Write this machine's file into the folder; return the machines whose files are not visible in it.
+def unseen(folder: Path, machine: int, machines: int, start: str) -> list[int]:
+    """Write this machine's file into the folder; return the machines with files that are not visible in it.
 
-    Each of the machines calls it at the same time. start: a text that is the same on all of them and new at
-    each start, the file's content. Raises UserError if the folder can't be written.
+    All machines call it at the same time. start: the file's content, the same on all machines and new at each
+    start. Raises UserError if the folder can't be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -22,7 +22,7 @@ def unseen(folder: Path, machine: int, machines: int, start: str, seconds: float
         raise UserError(
             f"output = {folder} can't be written on machine {machine}: {error.strerror}."
         ) from None
-    until, missing = time.monotonic() + seconds, [*range(machines)]
+    until, missing = time.monotonic() + PATIENCE, [*range(machines)]
     while missing := [number for number in missing if not shows(folder / f"{MARK}{number}", start)]:
         if time.monotonic() > until:
             break

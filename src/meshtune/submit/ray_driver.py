@@ -21,7 +21,9 @@ import tempfile
 import time
 import uuid
 from argparse import ArgumentParser, Namespace
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -38,15 +40,15 @@ FRUITLESS = 3  # starts in a row without a new checkpoint, after which the job e
 
 
 class Starter:
-    """An actor of Ray on one machine, which starts the process that starts the machine's ranks."""
+    """An actor of Ray on one machine; its process starts the machine's ranks."""
 
     def __init__(self) -> None:
         self.process: Any = None
         self.output = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the actor
-        self.read = 0  # bytes of it
+        self.read = 0  # bytes of `output` that were returned
 
     def machine(self) -> tuple[str, str, int]:
-        """(Address and id of this machine's node, its address, a free port)."""
+        """(Address and node in words, address, a free port)."""
         ray = import_module("ray")
         address, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
         with socket.create_server(("", 0)) as free:
@@ -58,27 +60,26 @@ class Starter:
         return unseen(run.path, machine, machines, start), sum(saved_steps(run.checkpoints)[-1:])
 
     def start(self, words: Sequence[str], variables: Mapping[str, str], folder: str | None) -> None:
-        """Start `meshtune` with these words. folder: to start it in; None: that of Ray."""
+        """Start `meshtune`. folder: in which; None: the one that Ray has made."""
         library = ctypes.CDLL(None) if sys.platform == "linux" else None
         self.process = subprocess.Popen(
             [sys.executable, "-m", "meshtune", *words], env={**os.environ, **variables}, cwd=folder,
             stdin=subprocess.DEVNULL, stdout=self.output, stderr=subprocess.STDOUT,
-            # PR_SET_PDEATHSIG: nothing is left where Ray kills the actor
+            # PR_SET_PDEATHSIG: it ends with the actor, and the ranks with it
             preexec_fn=library and (lambda: library.prctl(1, signal.SIGKILL)),
         )  # fmt: skip
 
     def look(self) -> tuple[bytes, int | None]:
-        """(Output since the last look, exit code of the process), after LOOK seconds; None: it runs."""
-        code = None
-        try:
-            code = self.process.wait(LOOK)
-        except subprocess.TimeoutExpired:
-            pass
-        text = os.pread(self.output.fileno(), os.fstat(self.output.fileno()).st_size - self.read, self.read)
+        """(Output since the last look, exit code), after LOOK seconds at most; None: the process runs."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(LOOK)
+        code, file = self.process.returncode, self.output.fileno()
+        text = os.pread(file, os.fstat(file).st_size - self.read, self.read)
         self.read += len(text)
         return text, code
 
     def signal(self, number: int) -> None:
+        """Send a signal to the process."""
         self.process.send_signal(number)
 
 
@@ -87,171 +88,158 @@ class Driver:
 
     def __init__(self, ray: Any, options: Namespace, stop: StopRequest) -> None:
         self.ray, self.options, self.stop = ray, options, stop
-        self.machines = range(options.machines)
         self.newest: int | None = None  # step of the newest checkpoint at the last start
         self.fruitless = 0  # starts in a row that left no newer one
 
     def run(self) -> int:
-        """Start the run until it ends; returns the job's exit code. Raises UserError where it can't start."""
+        """Start the run until it ends; returns the job's exit code. Raises UserError where it can't start,
+        and NoProgress.
+        """
         while True:
-            group = self.placed()
+            if (group := self.placed()) is None:
+                return Interrupted.exit_code
             try:
-                code = None if group is None else self.started(group)
+                code = self.started(group)
             finally:
-                if group is not None:  # which ends its actors
-                    self.ray.util.remove_placement_group(group)
-            if self.stop.requested:
+                self.ray.util.remove_placement_group(group)  # and its actors
+            if self.stop.requested or code not in (None, Interrupted.exit_code):
                 return Interrupted.exit_code if code is None else code
-            if code not in (None, Interrupted.exit_code):
-                return code
-            notice("meshtune: starting again" + ("" if code else ", once Ray has the machines"))
+            notice("meshtune: the run is started again, once Ray has all machines.")
 
     def placed(self) -> Any:
-        """A placement group with a bundle on each of the machines; None if the job is stopped meanwhile.
-
-        Raises UserError if Ray does not have them in time.
+        """A placement group with all machines; None if the job is stopped before. Raises UserError if Ray
+        does not have them in time.
         """
-        bundle, began, said = self.options.bundle, time.monotonic(), False
-        group = self.ray.util.placement_group([bundle] * len(self.machines), strategy="STRICT_SPREAD")
+        options, began, said = self.options, time.monotonic(), False
+        group = self.ray.util.placement_group([options.bundle] * options.machines, strategy="STRICT_SPREAD")
         while not group.wait(LOOK):
             waited = time.monotonic() - began
-            if self.stop.requested or waited > self.options.wait:
-                self.ray.util.remove_placement_group(group)
-            if self.stop.requested:
-                return None
-            if waited > min(SAID, self.options.wait) and not said:
+            late = waited > options.wait
+            if late or (waited > SAID and not said):
                 nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
-                known = [{name: node.get(name, 0) for name in bundle} for node in nodes]
-                said = True
-                notice(
-                    f"meshtune: Ray has not given {counted(len(self.machines), 'machine')} with {bundle} each yet; "
-                    f"its nodes have {known}, which others may use. Waiting for {duration(self.options.wait)} "
-                    "at most."
-                )
-            if waited > self.options.wait:
-                raise UserError(
-                    f"Ray had no {counted(len(self.machines), 'machine')} with {bundle} each for "
-                    f"{duration(waited)}. Add nodes, or ask for less (cluster.gpus, cluster.ray.bundle), and submit "
-                    "again: checkpoints are kept."
-                )
+                said, lacking = True, (
+                    f"Ray has not given {counted(options.machines, 'machine')} with {options.bundle} each "
+                    f"for {duration(waited)}. Its nodes have "
+                    f"{[{name: node.get(name, 0) for name in options.bundle} for node in nodes]}, other jobs "
+                    "included"
+                )  # fmt: skip
+                if not late:
+                    notice(f"meshtune: {lacking}. The job waits for {duration(options.wait)} at most.")
+            if late or self.stop.requested:
+                self.ray.util.remove_placement_group(group)
+                if self.stop.requested:
+                    return None
+                raise UserError(f"{lacking}. Add nodes or change cluster.ray.bundle, and submit again.")
         return group
 
     def started(self, group: Any) -> int | None:
         """Start the run on all machines; returns its exit code, or None where a machine was lost."""
-        ray, options, lost = self.ray, self.options, self.ray.exceptions.RayActorError
+        ray, options = self.ray, self.options
         strategy = import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
-        remote = ray.remote(num_cpus=options.bundle.get("CPU", 0), num_gpus=options.bundle.get("GPU", 0))(
-            Starter
-        )
+        actor = ray.remote(num_cpus=options.bundle.get("CPU", 0), num_gpus=options.bundle.get("GPU", 0))
         starters = [
-            remote.options(scheduling_strategy=strategy(group, placement_group_bundle_index=n)).remote()
-            for n in self.machines
+            actor(Starter)
+            .options(scheduling_strategy=strategy(group, placement_group_bundle_index=n))
+            .remote()
+            for n in range(options.machines)
         ]
         try:
             places = ray.get([starter.machine.remote() for starter in starters])
-            self.check(starters, [name for name, *_ in places])
-            variables = {
-                "MESHTUNE_MACHINES": str(len(places)), "MESHTUNE_RANKS": str(options.ranks),
+            names = [name for name, *_ in places]
+            self.check(starters, names)
+            shared = {
+                "MESHTUNE_MACHINES": str(options.machines), "MESHTUNE_RANKS": str(options.ranks),
                 "MASTER_ADDR": places[0][1], "MASTER_PORT": str(places[0][2]),
             }  # fmt: skip
-            ray.get([
-                starter.start.remote(options.words, variables | {"MESHTUNE_MACHINE": str(n)}, options.folder)
-                for n, starter in enumerate(starters)
-            ])  # fmt: skip
-        except lost as error:
-            notice(f"meshtune: a machine was lost while the run started: {error}")
+            for n, starter in enumerate(starters):
+                variables = shared | {"MESHTUNE_MACHINE": str(n)}
+                ray.get(starter.start.remote(options.words, variables, options.folder))
+        except ray.exceptions.RayActorError as error:
+            notice(f"meshtune: a machine was lost: {error}")
             return None
-        return self.followed(starters, [name for name, *_ in places])
+        return self.followed(starters, names)
 
     def check(self, starters: Sequence[Any], names: Sequence[str]) -> None:
         """Raise UserError if a machine does not see the others' files in the run folder, and NoProgress
-        after FRUITLESS starts that left no checkpoint.
+        after FRUITLESS starts in a row that left no checkpoint.
         """
-        start, output = uuid.uuid4().hex, self.options.output
-        checks = [starter.check.remote(output, n, len(names), start) for n, starter in enumerate(starters)]
+        start, output, machines = uuid.uuid4().hex, self.options.output, len(names)
+        checks = [one.check.remote(output, n, machines, start) for n, one in enumerate(starters)]
         try:
             answers = self.ray.get(checks)
         except self.ray.exceptions.RayTaskError as error:
-            raise (error.cause if isinstance(error.cause, UserError) else error) from None
-        seen_by = {n: [*self.machines] for n in self.machines}
-        for reader, (missing, _) in enumerate(answers):
-            for writer in missing:
-                seen_by[writer].remove(reader)
-        writer = min(self.machines, key=lambda n: len(seen_by[n]))
-        if readers := [names[n] for n in self.machines if n not in seen_by[writer]]:
+            raise error.cause from None
+        if missing := Counter(number for numbers, _ in answers for number in numbers):
+            ((writer, _),) = missing.most_common(1)
+            readers = [name for name, (numbers, _) in zip(names, answers, strict=True) if writer in numbers]
             raise UserError(
                 f"output = {output} is not a folder that all machines share: a file that {names[writer]} "
-                f"wrote there is not visible on {', '.join(readers)}. Name a folder on storage that all see "
+                f"wrote there is not visible on {', '.join(readers)}. Name a folder that all see "
                 "(cluster.storage)."
             )
         newest = max(step for _, step in answers)
         self.fruitless = self.fruitless + 1 if newest == self.newest else 0
         self.newest = newest
-        if self.fruitless >= FRUITLESS:
+        if self.fruitless == FRUITLESS:
             raise NoProgress(
                 f"{FRUITLESS} starts in a row left no checkpoint newer than step {newest}, so the job ends. "
-                "Save more often (checkpoint.every), and look at why the machines were lost."
+                "Lower checkpoint.every, or find out why the machines were lost."
             )
 
     def followed(self, starters: Sequence[Any], names: Sequence[str]) -> int | None:
-        """Forward output and a stop until the processes of all machines have ended; returns as `started`."""
+        """Forward output and a stop until the processes of all machines have ended; returns as `started`.
+
+        Those left after the margin are killed; the margin begins with a stop and with a failure, and is 0
+        once a machine is lost.
+        """
         ray, stopping, until = self.ray, False, float("inf")
-        codes: dict[int, int | None] = {}  # machine -> exit code; None: it was lost
+        codes: dict[int, int | None] = {}  # of machines; None: lost
         looks = {starter.look.remote(): n for n, starter in enumerate(starters)}
         while looks:
             for look in ray.wait([*looks], timeout=LOOK)[0]:
-                number, code = looks.pop(look), None
+                number = looks.pop(look)
                 try:
                     text, code = ray.get(look)
-                    sys.stdout.buffer.write(text)
-                    sys.stdout.flush()
                 except ray.exceptions.RayActorError as error:
                     notice(f"meshtune: machine {number}, {names[number]}, was lost: {error}")
                     codes[number], until = None, 0.0
                     continue
+                sys.stdout.buffer.write(text)
+                sys.stdout.flush()
                 if code is None:
                     looks[starters[number].look.remote()] = number
                     continue
                 codes[number] = code
-                if code not in (0, Interrupted.exit_code):  # the others end too, once they notice
+                if code not in (0, Interrupted.exit_code):
                     until = min(until, time.monotonic() + self.options.margin)
+            asked = signal.SIGKILL if time.monotonic() > until else None
             if self.stop.requested and not stopping:
                 stopping, until = True, min(until, time.monotonic() + self.options.margin)
-                self.signal([starters[number] for number in looks.values()], signal.SIGTERM)
-            if time.monotonic() > until:
-                self.signal([starters[number] for number in looks.values()], signal.SIGKILL)
+                asked = asked or signal.SIGTERM
+            for number in looks.values() if asked else ():
+                starters[number].signal.remote(int(asked or 0))
         return combined(codes)
-
-    def signal(self, starters: Sequence[Any], number: signal.Signals) -> None:
-        for starter in starters:
-            starter.signal.remote(int(number))
 
 
 def combined(codes: Mapping[int, int | None]) -> int | None:
-    """Exit code of a run by those of its machines; None if one was lost.
+    """Exit code of the run by those of its machines; None if one was lost.
 
-    Of several failures the one that says more: 1 and signals are often consequences of another machine's end.
+    Of several failures the one that says more: 1 and signals may follow from another machine's.
     """
     ended = [code for code in codes.values() if code is not None]
     if len(ended) < len(codes):
         return None
-    said = [code for code in ended if code > 1 and code != Interrupted.exit_code]
-    failed = said or [code for code in ended if code not in (0, Interrupted.exit_code)]
-    code = failed[0] if failed else max(ended)
+    failed = [code for code in ended if code not in (0, Interrupted.exit_code)]
+    code = max(failed or ended)
     return code if code >= 0 else 128 - code
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the driver; returns the job's exit code."""
-    parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--machines", type=int, required=True)
-    parser.add_argument("--ranks", type=int, required=True, help="of each machine")
-    parser.add_argument("--bundle", type=json.loads, required=True, help="resources of each machine, as JSON")
-    parser.add_argument("--margin", type=float, required=True, help="seconds in which a stopped run saves")
-    parser.add_argument("--wait", type=float, required=True, help="seconds in which Ray has the machines")
-    parser.add_argument("--output", required=True, help="the run folder")
-    parser.add_argument("--folder", help="that the run starts in")
-    parser.add_argument("words", nargs="+", help="of meshtune")
+    parser, kinds = ArgumentParser(description=__doc__), {"machines": int, "ranks": int, "bundle": json.loads}
+    for name, kind in (kinds | {"margin": float, "wait": float, "output": str, "folder": str}).items():
+        parser.add_argument(f"--{name}", type=kind, required=name != "folder")
+    parser.add_argument("words", nargs="+")
     options, ray = parser.parse_args(words), import_module("ray")
     ray.init(log_to_driver=False)
     try:
