@@ -14,6 +14,7 @@
                          logs/before/
       report.html
       .stops.json        stops in a row that left no new checkpoint, and the newest one
+      .machine-<n>       of each machine of a job: the start at which it last wrote here
 
     runs/.my-run.replaced  a run that is being replaced, until the new one has done a step
 

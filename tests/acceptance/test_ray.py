@@ -97,6 +97,7 @@ def test_a_stopped_job_saves_and_the_next_one_resumes(submitted: Any, tmp_path: 
     done = len(losses(run))
     assert saved_steps(run / "checkpoints") == [done]
     assert f"Stopped by SIGTERM after step {done} of" in ask("logs")
-    submitted(f"train.max_steps={done + 2}", f"output={run}")
-    wait_until(lambda: len(losses(run)) == done + 2)
+    _, ask = submitted(f"train.max_steps={done + 2}", f"output={run}")
+    wait_until(lambda: "succeeded" in ask("status"))
+    assert len(losses(run)) == done + 2
     assert [row["resumed_from"] for row in RunDir(run).rows("run")][1:] == [done]

@@ -28,14 +28,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from meshtune.errors import Interrupted, NoProgress, UserError
+from meshtune.errors import Interrupted, NoProgress, UserError, reason_of
 from meshtune.launch.signals import StopRequest
 from meshtune.launch.visible import unseen
 from meshtune.rundir import RunDir, saved_steps
 from meshtune.units import counted, duration, notice
 
 LOOK = 1.0  # seconds between looks at a machine's process
-SAID = 30.0  # seconds without machines after which a line says so
+SAID = 30.0  # seconds without machines after which the log has a line on it
+ORDINARY = {"env_vars": {"RAY_worker_niceness": "0"}}  # priority; Ray's workers have the nice value 15
 FRUITLESS = 3  # starts in a row without a new checkpoint, after which the job ends
 
 
@@ -136,11 +137,11 @@ class Driver:
         """Start the run on all machines; returns its exit code, or None where a machine was lost."""
         ray, options = self.ray, self.options
         strategy = import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
-        actor = ray.remote(num_cpus=options.bundle.get("CPU", 0), num_gpus=options.bundle.get("GPU", 0))
+        actor = ray.remote(
+            num_cpus=options.bundle.get("CPU", 0), num_gpus=options.bundle.get("GPU", 0), runtime_env=ORDINARY
+        )(Starter)  # fmt: skip
         starters = [
-            actor(Starter)
-            .options(scheduling_strategy=strategy(group, placement_group_bundle_index=n))
-            .remote()
+            actor.options(scheduling_strategy=strategy(group, placement_group_bundle_index=n)).remote()
             for n in range(options.machines)
         ]
         try:
@@ -155,7 +156,7 @@ class Driver:
                 variables = shared | {"MESHTUNE_MACHINE": str(n)}
                 ray.get(starter.start.remote(options.words, variables, options.folder))
         except ray.exceptions.RayActorError as error:
-            notice(f"meshtune: a machine was lost: {error}")
+            notice(f"meshtune: a machine was lost: {reason_of(error)}")
             return None
         return self.followed(starters, names)
 
@@ -201,7 +202,7 @@ class Driver:
                 try:
                     text, code = ray.get(look)
                 except ray.exceptions.RayActorError as error:
-                    notice(f"meshtune: machine {number}, {names[number]}, was lost: {error}")
+                    notice(f"meshtune: machine {number}, {names[number]}, was lost: {reason_of(error)}")
                     codes[number], until = None, 0.0
                     continue
                 sys.stdout.buffer.write(text)
