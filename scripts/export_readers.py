@@ -3,12 +3,11 @@
     python scripts/export_readers.py [TOOL …]     all tools that plans are exported to without a name
 
     tests/unit/tools/test_plan_export.py, in .venv-exports/TOOL ──> degrees, batch and stages of every layout
-    tests/acceptance/test_ray.py, in .venv-exports/ray          ──> runs on a cluster of Ray on this machine
+    tests/acceptance/test_ray.py, in .venv-exports/ray          ──> jobs on a cluster of Ray on this machine
 
 Each tool has an environment with its newest release and of its requirements only what its settings classes
 import and this environment lacks. Everything else (torch, pytest) is taken from the environment that
-runs the script, but for transformers and what it goes with where the tool asks for other versions. Ray has a
-fixed version, with its requirements. Without a
+runs the script, but for transformers and what it goes with where the tool asks for other versions. Without a
 network it is skipped, with the reason; with CI=true it fails. One tool may be without a release that can be
 installed here: it is named.
 """
@@ -19,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import venv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import NamedTuple
@@ -43,10 +42,10 @@ class Environment(NamedTuple):
     others: tuple[str, ...] = ()  # that its settings classes import
     pins: bool = False  # it asks for other versions of PINNED than the newest
     stub: str = ""  # a module of the tool that needs a package of 1 GB, and no settings need it
-    fixed: str = ""  # extras and version; then its requirements are installed too
+    whole: bool = False  # with all its requirements
     tests: str = TESTS
     counts: str = READ_BACK  # begins the names of the tests that are counted
-    least: int = LEAST_LAYOUTS  # of them
+    least: int = LEAST_LAYOUTS  # of these
 
 
 ENVIRONMENTS = {
@@ -61,7 +60,12 @@ ENVIRONMENTS = {
     "axolotl": Environment("axolotl", pins=True),
     "llamafactory": Environment("llamafactory", ("omegaconf", *DEEPSPEED), pins=True),
     "ray": Environment(
-        "ray", fixed="[default]==2.60.0", tests="tests/acceptance/test_ray.py", counts="test_", least=2
+        "ray",
+        ("ray[default]==2.60.0",),
+        whole=True,
+        tests="tests/acceptance/test_ray.py",
+        counts="test_",
+        least=2,
     ),
 }
 
@@ -78,8 +82,7 @@ def made(tool: str) -> Path:
         venv.create(folder, with_pip=False)
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "shared.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
-    alone = [] if environment.fixed else ["--no-deps", "-U"]
-    install(python, f"{environment.release}{environment.fixed}", *environment.others, options=alone)
+    install(python, environment.release, *environment.others, whole=environment.whole)
     if environment.pins:
         install(python, *pinned(site, environment.release))
         install(python, *pinned(site, "transformers"))
@@ -88,11 +91,13 @@ def made(tool: str) -> Path:
     return python
 
 
-def install(python: Path, *packages: str, options: Sequence[str] = ("--no-deps", "-U")) -> None:
-    """Install packages; by default the newest release of each that fits, without requirements. Raises
-    NotInstalled.
+def install(python: Path, *packages: str, whole: bool = False) -> None:
+    """Install the newest release of each package that fits. Raises NotInstalled.
+
+    whole: with the requirements that are not there yet.
     """
-    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", *options]
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "-U"]
+    command += [] if whole else ["--no-deps"]
     without_kernels = os.environ | {"DS_BUILD_OPS": "0"}
     done = subprocess.run(
         [*command, *packages], capture_output=True, text=True, timeout=900, env=without_kernels
@@ -117,9 +122,8 @@ def distribution(site: Path, release: str) -> Distribution:
 def read_back(tool: str, python: Path) -> int:
     """Run the tests of a tool in its environment; return the number of those that are counted and pass.
 
-    Exits if a test fails or is skipped, or with fewer than `least` of the environment.
+    Exits if a test fails or is skipped, or with fewer than the least number.
     """
-    of = ENVIRONMENTS[tool]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [
@@ -131,7 +135,7 @@ def read_back(tool: str, python: Path) -> int:
             "no:cacheprovider",
             "-o",
             "addopts=",
-            of.tests,
+            ENVIRONMENTS[tool].tests,
             "-k",
             tool,
         ]
@@ -141,16 +145,14 @@ def read_back(tool: str, python: Path) -> int:
         )
         if done.returncode:
             sys.exit(f"{done.stdout[-6000:]}{done.stderr[-2000:]}\ntest-exports: {tool} fails.")
-        passed, skipped = counted(report.read_text("utf-8"), of.counts)
-    if skipped or passed < of.least:
-        sys.exit(f"test-exports: {tool} passed {passed} cases, and skipped {skipped}.")
+        passed, skipped = counted(report.read_text("utf-8"), ENVIRONMENTS[tool].counts)
+    if skipped or passed < ENVIRONMENTS[tool].least:
+        sys.exit(f"test-exports: {tool} passed {passed} tests, and skipped {skipped}.")
     return passed
 
 
 def counted(report: str, begins: str = READ_BACK) -> tuple[int, int]:
-    """(tests that passed, of those whose names begin so; tests of any kind that were skipped) in pytest's XML
-    report.
-    """
+    """(tests that passed and have a name that begins so, tests that were skipped) in pytest's XML report."""
     cases = [*ElementTree.fromstring(report).iter("testcase")]
     passed = [case for case in cases if case.get("name", "").startswith(begins) and not len(case)]
     return len(passed), sum(case.find("skipped") is not None for case in cases)
@@ -169,7 +171,7 @@ def main() -> None:
             continue
         (site,) = python.parents[1].glob("lib/python*/site-packages")
         release = distribution(site, ENVIRONMENTS[tool].release)
-        print(f"{release.name} {release.version}: {read_back(tool, python)} cases pass", flush=True)
+        print(f"{release.name} {release.version} passes {read_back(tool, python)} tests", flush=True)
     for tool, reason in missing.items():
         print(f"test-exports: {tool} can't be installed: {reason}")
     if len(missing) > MOST_MISSING or missing.keys() == {*tools}:
