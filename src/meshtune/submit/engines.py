@@ -8,7 +8,7 @@ from meshtune.config import Config
 from meshtune.errors import Table, UserError
 from meshtune.rundir import write_text_atomically
 from meshtune.setting import Section
-from meshtune.submit import dstack, kubeflow, sky, slurm
+from meshtune.submit import dstack, kubeflow, ray, sky, slurm
 
 if TYPE_CHECKING:
     from meshtune.submit.job import Job
@@ -43,7 +43,7 @@ class Engine(Protocol):
 
 ELASTIC = ("slurm",)  # engines that start a job on more than one number of machines
 ENGINES: Mapping[str, Engine] = Table(
-    "--to", {"slurm": slurm, "sky": sky, "kubeflow": kubeflow, "dstack": dstack}
+    "--to", {"slurm": slurm, "sky": sky, "kubeflow": kubeflow, "ray": ray, "dstack": dstack}
 )
 
 

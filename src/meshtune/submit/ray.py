@@ -1,0 +1,154 @@
+"""Ray: a job whose driver (ray_driver.py) starts the run on each machine, sent by `ray job submit`."""
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from meshtune.errors import UserError, did_you_mean, nearest
+from meshtune.launch.client import client_output
+from meshtune.yaml_tree import merge
+
+if TYPE_CHECKING:
+    from meshtune.submit.job import Job
+
+FILE = "job.yaml"
+WAIT = 24 * 3600  # seconds in which Ray has to have the machines, at the start and when one was lost
+SAVING = 60  # seconds that Ray waits beyond the margin, for the driver
+ENVIRON = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # variables with the address, for Ray's client
+JSON = ("runtime_env", "metadata", "entrypoint_resources", "entrypoint_label_selector")
+FIELDS = (  # of cluster.ray; all but the first two are those of Ray's job
+    "address", "bundle", *JSON, "entrypoint_num_cpus", "entrypoint_num_gpus", "entrypoint_memory",
+)  # fmt: skip
+OURS = ("entrypoint", "submission_id", "job_id")
+
+
+def files(job: "Job", options: Mapping[str, Any]) -> dict[str, str]:
+    """The job as Ray's client reads it. options: cluster.ray. Raises UserError, with all problems at once."""
+    check(job, options)
+    bundle = {"CPU": job.cpus} | ({} if job.processor else {"GPU": job.gpus}) | options.get("bundle", {})
+    here = Path.cwd()
+    shared = bool(job.mount) and here.is_relative_to(job.mount)
+    words = {
+        "machines": job.machines, "ranks": job.gpus, "bundle": json.dumps(bundle), "margin": job.margin,
+        "wait": WAIT, "output": job.output, **({"folder": here} if shared else {}),
+    }  # fmt: skip
+    driver = [
+        "python",
+        "-m",
+        "meshtune.submit.ray_driver",
+        *(f"--{name}={word}" for name, word in words.items()),
+    ]
+    variables = {
+        **job.environment,
+        "OMP_NUM_THREADS": str(job.cpus // job.gpus),  # of a rank; Ray would set that of the machine
+        "RAY_JOB_STOP_WAIT_TIME_S": str(job.margin + SAVING),
+    }
+    ours = {
+        "entrypoint": shlex.join([*driver, "--", *job.command[3:]]),
+        "runtime_env": {"env_vars": variables, **({} if shared else {"working_dir": "."})},
+        "metadata": {"name": job.name},
+    }
+    request = merge(ours, {name: value for name, value in options.items() if name != "bundle"})
+    copied = (
+        "Files: Ray copies this folder (up to 512 MiB, without what .gitignore excludes) to the machines."
+    )
+    comments = [
+        "Written by `meshtune submit --to ray`; its next call writes it anew.", *job.comments,
+        f"Files: all machines see {here}, where the run starts." if shared else copied,
+        f"Ray has no time limit; a job that is stopped has {job.margin} s to save.",
+    ]  # fmt: skip
+    text = yaml.safe_dump(request, sort_keys=False, allow_unicode=True, width=10**6)
+    return {FILE: "".join(f"# {line}\n" for line in comments) + text}
+
+
+def check(job: "Job", options: Mapping[str, Any]) -> None:
+    """Raise UserError for fields of cluster.ray that Ray does not have or the job sets itself, and for a
+    folder that the machines do not share.
+    """
+    problems = [
+        f"cluster.ray.{name} is set by meshtune submit; leave it out." for name in OURS if name in options
+    ]
+    problems += [
+        f"cluster.ray.{name} is not a field of a job of Ray{did_you_mean(nearest(name, FIELDS))}"
+        for name in options
+        if name not in (*FIELDS, *OURS)
+    ]
+    problems += [
+        f"cluster.ray.{name} = {options[name]}: write a mapping."
+        for name in ("bundle", *JSON)
+        if not isinstance(options.get(name, {}), Mapping)
+    ]
+    if "://" in job.storage:
+        problems.append(
+            f"cluster.storage = {job.storage}: Ray mounts no object store; name a folder that all nodes see."
+        )
+    elif not job.output.startswith("/"):
+        problems.append(
+            f"output = {job.output} would be in Ray's copy of this folder, which is deleted; set "
+            "cluster.storage, or name a whole path on storage that all nodes see."
+        )
+    if job.jobs > 1:
+        problems.append("cluster.time_limit: a job of Ray has no time limit; leave it out.")
+    if problems:
+        raise UserError(problems)
+
+
+def send(folder: Path) -> str:
+    """Submit the job; returns its id, with the address of the cluster where the settings have it."""
+    request = yaml.safe_load((folder / FILE).read_text("utf-8"))
+    address = request.pop("address", None)
+    if not (address or any(map(os.environ.get, ENVIRON))):  # else Ray's client starts a cluster here
+        raise UserError(
+            f"No address of a cluster of Ray: set cluster.ray.address=http://HEAD:8265, or {ENVIRON[0]}."
+        )
+    entrypoint, words = shlex.split(request.pop("entrypoint")), ["submit", "--no-wait"]
+    for name, value in request.items():
+        option = name.replace("_", "-") + ("-json" if name in JSON[:2] else "")
+        words.append(f"--{option}={json.dumps(value) if name in JSON else value}")
+    at = f"@{address}" if address else ""
+    answer = client(at, *words, "--", *entrypoint)
+    if not (found := re.search(r"Job '(.+?)' submitted", answer)):
+        raise UserError(f"ray job submit has not named its job: {' '.join(answer.split())}")
+    return f"{found[1]}{at}"
+
+
+def client(job: str, command: str, *words: str) -> str:
+    """Output of `ray job COMMAND`. job: as `send` returns it. Raises UserError, with the last line of Ray's
+    traceback.
+    """
+    address = job.partition("@")[2]
+    options = [f"--address={address}"] if address else []
+    try:
+        return client_output("Ray", "ray", "job", command, *options, *words, look="ray job list")
+    except UserError as error:
+        said = re.sub(r"Traceback .*?(?=\w+(Error|Exception): (?!.*(Error|Exception): ))", "", str(error))
+        where = address or "the address of RAY_API_SERVER_ADDRESS"
+        raise UserError(f"{said.rstrip('.')}. Asked at {where}.") from None
+
+
+def status(job: str) -> str:
+    """Sentence on the state of a job."""
+    number = job.partition("@")[0]
+    answer = client(job, "status", number)
+    states = r"Job '.+?' (succeeded|failed|was stopped)|Status for job '.+?': (\w+)"
+    state = next((ended or running for ended, running in re.findall(states, answer)), "in an unknown state")
+    seen = f"; `meshtune submit logs ray:{job}` has why" if state == "failed" else ""
+    return f"Ray's job {number}: {state}{seen}."
+
+
+def logs(job: str) -> Iterator[str]:
+    """Yield the lines of a job's log."""
+    yield from client(job, "logs", job.partition("@")[0]).splitlines()
+
+
+def cancel(job: str) -> str:
+    """Stop a job: its run gets SIGTERM, and saves."""
+    number = job.partition("@")[0]
+    client(job, "stop", "--no-wait", number)
+    return f"Ray's job {number} is being stopped: a run that has begun saves a checkpoint first."

@@ -1,0 +1,103 @@
+"""A real Ray of three nodes on this machine, in an environment of its own: scripts/export_readers.py ray."""
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import Command, end
+
+from meshtune.rundir import RunDir, saved_steps
+
+pytestmark = [pytest.mark.all, pytest.mark.needs("ray"), pytest.mark.timeout(3000)]
+
+NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+CLUSTER = "cluster={gpu: cpu, gpus: 2, gpus_per_node: 1, efficiency: {matmul: 0.5}}"
+
+Settings = Callable[..., list[str]]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head, which runs drivers, and two nodes for a machine each."""
+    os.environ |= {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "300", "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": "300",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }  # fmt: skip
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    head = NODE | {"num_cpus": 0, "include_dashboard": True, "dashboard_port": port}
+    made = import_module("ray.cluster_utils").Cluster(initialize_head=True, head_node_args=head)
+    made.nodes = [made.add_node(**NODE) for _ in range(2)]
+    yield made
+    made.shutdown()
+
+
+def wait_until(happened: Callable[[], object], *, seconds: float = 900) -> None:
+    until = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.2)
+
+
+def losses(run: Path) -> list[tuple[int, float, float]]:
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in RunDir(run).rows("train")]
+
+
+@pytest.fixture
+def submitted(
+    cluster: Any, meshtune: Command, settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., tuple[str, Callable[[str], str]]]:
+    """(Name of the job, function to ask for it), of a run on two machines of a rank."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+    def submit(*words: str) -> tuple[str, Callable[[str], str]]:
+        ray = (f"cluster.ray.address=http://{cluster.webui_url}", "cluster.ray.bundle={CPU: 1}")
+        words = (*settings("layout=zero3x2", *words), CLUSTER, *ray)
+        job = meshtune("submit", *words, "--to", "ray", "--json").json["job"]
+        return job, lambda command: meshtune("submit", command, job).out
+
+    return submit
+
+
+def test_a_run_goes_on_bit_for_bit_once_a_lost_node_is_back(
+    cluster: Any, submitted: Any, begin: Any, settings: Settings, tmp_path: Path
+) -> None:
+    words = ("train.max_steps=60", "checkpoint.every=5")
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    _, ask = submitted(*words, f"output={run}")
+    wait_until(lambda: saved_steps(run / "checkpoints"))
+    cluster.remove_node(cluster.nodes.pop(), allow_graceful=False)
+    wait_until(lambda: "has not given 2 machines" in ask("logs"))
+    done = len(losses(run))
+    assert 5 <= done < 60 and "RUNNING" in ask("status")
+    cluster.nodes.append(cluster.add_node(**NODE))
+    wait_until(lambda: "succeeded" in ask("status"))
+    (_, again) = RunDir(run).rows("run")
+    assert 0 < again["resumed_from"] <= done and "was lost" in ask("logs")
+    end(begin("train", *settings("layout=zero3x2", *words, f"output={whole}")))
+    assert losses(run) == losses(whole)
+    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (run, whole)]
+    assert weights[0] == weights[1]
+
+
+def test_a_stopped_job_saves_and_the_next_one_resumes(submitted: Any, tmp_path: Path) -> None:
+    run, long = tmp_path / "run", "train.max_steps=100000"
+    _, ask = submitted(long, f"output={run}")
+    wait_until(lambda: len(losses(run)) > 3)
+    assert "is being stopped" in ask("cancel")
+    wait_until(lambda: "was stopped" in ask("status"))
+    done = len(losses(run))
+    assert saved_steps(run / "checkpoints") == [done]
+    assert f"Stopped by SIGTERM after step {done} of" in ask("logs")
+    _, ask = submitted(f"train.max_steps={done + 2}", f"output={run}")
+    wait_until(lambda: "succeeded" in ask("status"))
+    assert len(losses(run)) == done + 2
+    assert [row["resumed_from"] for row in RunDir(run).rows("run")][1:] == [done]
