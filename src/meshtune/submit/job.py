@@ -373,7 +373,8 @@ def uncounted(config: Config) -> list[str]:
     texts = [f"{name} = {every}" for name, every in given if epochs_of(every)]
     if summary or not texts:
         return []
-    epochs = f"{config.train.num_epochs or 1:g} epochs"
+    number = config.train.num_epochs or 1
+    epochs = f"{number:g} epoch{'s' * (number != 1)}"
     return [f"the run counts as {epochs}, for {' and '.join(texts)}, since {reason}"]
 
 
