@@ -297,13 +297,17 @@ def stop_by(slurm: Run, kind: str, job: str) -> None:
     """One event that ends a start of the job, until it may start again; a new controller does not end it."""
     if kind == "signal":
         assert slurm("scancel", "--signal=USR1", job).returncode == 0
-    elif kind == "requeue":
-        assert slurm("scontrol", "requeue", job).returncode == 0
-    elif kind == "drained":
-        assert slurm("scontrol", "update", "nodename=node2", "state=drain", "reason=test").returncode == 0
-        assert slurm("scontrol", "requeue", job).returncode == 0
-        wait_until(lambda: shown(slurm, job, "JobState") == "PENDING")
-        assert slurm("scontrol", "update", "nodename=node2", "state=resume").returncode == 0
+    elif kind in ("requeue", "drained"):
+        if kind == "drained":
+            words = ("nodename=node2", "state=drain", "reason=test")
+            assert slurm("scontrol", "update", *words).returncode == 0
+        assert slurm("scontrol", "requeuehold", job).returncode == 0
+        # Without cgroups an srun that waits for a killed slurmstepd outlives its script, and then ends the
+        # step of this name in the next start.
+        wait_until(lambda: not any(processes_on(state_of(slurm), "", job)))
+        if kind == "drained":
+            assert slurm("scontrol", "update", "nodename=node2", "state=resume").returncode == 0
+        assert slurm("scontrol", "release", job).returncode == 0
     elif kind == "limit":  # USR1 comes a margin of more than a minute ahead of it
         before, ran = shown(slurm, job, "Restarts"), shown(slurm, job, "RunTime")
         hours, minutes, seconds = map(int, ran.split(":"))
@@ -312,8 +316,9 @@ def stop_by(slurm: Run, kind: str, job: str) -> None:
         wait_until(lambda: shown(slurm, job, "Restarts") != before)
         wait_until(lambda: slurm("scontrol", "update", f"jobid={job}", "timelimit=120").returncode == 0)
     elif kind == "killed stepd":
-        pids = subprocess.run(["pgrep", "-f", rf"slurmstepd.*\[{job}\.0\]"], capture_output=True, text=True)
-        os.kill(int(pids.stdout.split()[-1]), signal.SIGKILL)
+        _, stepds = processes_on(state_of(slurm), "node2", job)
+        assert len(stepds) == 1
+        os.kill(stepds.pop(), signal.SIGKILL)
     else:
         pid = int((state_of(slurm) / "slurmctld.pid").read_text())
         os.kill(pid, signal.SIGKILL)
@@ -368,15 +373,22 @@ def state_of(slurm: Run) -> Path:
     return Path(slurm("printenv", "SLURM_CONF").stdout.strip()).parent
 
 
-def kill_node(state: Path, node: str, job: str) -> None:
-    """Kill the node's daemon, its tasks of the job and what has started them."""
-    pids = {int((state / f"{node}.pid").read_text())}
+def processes_on(state: Path, node: str, job: str) -> tuple[set[int], set[int]]:
+    """(Processes of a job on a node, those that have started them); node: "" for all processes."""
+    names = {f"SLURM_CONF={state}/slurm.conf", f"SLURM_JOB_ID={job}"}
+    names |= {f"SLURMD_NODENAME={node}"} if node else set()
+    tasks, parents = set[int](), set[int]()
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # a process of someone else, or one that has ended
-            environ = (folder / "environ").read_bytes().split(b"\0")
-            if {f"SLURM_JOB_ID={job}".encode(), f"SLURMD_NODENAME={node}".encode()} <= {*environ}:
-                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-                pids |= {int(folder.name), parent}
-    for pid in pids:
+            if names <= {*(folder / "environ").read_text(errors="replace").split("\0")}:
+                tasks.add(int(folder.name))
+                parents.add(int((folder / "stat").read_text().rpartition(")")[2].split()[1]))
+    return tasks, parents - tasks
+
+
+def kill_node(state: Path, node: str, job: str) -> None:
+    """Kill the node's daemon, its tasks of the job and what has started them."""
+    tasks, stepds = processes_on(state, node, job)
+    for pid in {int((state / f"{node}.pid").read_text()), *tasks, *stepds}:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
