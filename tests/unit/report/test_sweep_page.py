@@ -134,6 +134,20 @@ def test_an_axis_that_another_one_fixes_has_no_gains_of_its_own(tmp_path):
     assert not Ablation(sweep_in(write_sweep(tmp_path / "planned", rows))).gains, "the layouts differ too"
 
 
+def test_layouts_that_differ_in_several_fields_are_compared_whole(tmp_path):
+    layouts = {"dp1": "mb2-ga8", "zero3x2": "zero3x2-mb2-ga4", "pp2": "pp2-1f1b-mb2-ga8"}
+    rows = [
+        bench_row("small", 1 if name == "dp1" else 2, 2, layout=layout, global_batch_size=16,
+                  settings={"method": method, "layout": name})
+        for method in ("full", "lora") for name, layout in layouts.items()
+    ]  # fmt: skip
+    table = Ablation(sweep_in(write_sweep(tmp_path, rows))).table()
+    assert [(row[0], row[-1]) for row in table.rows[1:]] == [
+        ("layout dp1 → zero3x2", "2"), ("layout dp1 → pp2", "2")
+    ]  # fmt: skip
+    says(table.notes[-1])
+
+
 def test_small_charts_and_colours_are_the_axes_that_are_named(database):
     sweep = sweep_in(database)
     panel = next(Ablation(sweep, by="model", color="micro_batch_size").panels())
