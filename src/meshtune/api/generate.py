@@ -64,8 +64,9 @@ def answer_rows(
     the row has it; CHUNK at a time, as they are answered.
 
     file: see `read_prompts`; its columns have the names that data.columns says, and data.max_samples counts
-    where `overrides` has it. name, overrides: see `target_of` and `refuse_unused`. log: as of `working`, which counts answers and their tokens. Every prompt is checked before
-    the first is answered. Raises UserError as `generate`.
+    where `overrides` has it. name, overrides: see `target_of` and `refuse_unused`. log: as of `working`; it
+    counts answers and their tokens. Every prompt is checked before the first is answered. Raises UserError as
+    `generate`.
     """
     from meshtune.api.answer import Answerer
     from meshtune.api.target import given_settings, open_model, refuse_unused, target_of

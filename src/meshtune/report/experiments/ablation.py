@@ -304,7 +304,9 @@ class Ablation:
         if follow := [one.name for one in self.axes if one not in self.independent]:
             notes.append(f"Without rows, because another axis fixes the value: {', '.join(follow)}.")
         if unpaired := self._unpaired(self.gains):
-            notes.append(f"Without rows, because no two experiments differ only in it: {', '.join(unpaired)}.")
+            notes.append(
+                f"Without rows, because no two experiments differ only in it: {', '.join(unpaired)}."
+            )
         heads = ("change", "speed", "peak memory", "pairs")
         return Table.of_rows("With everything else equal", heads, rows, ("change",), tuple(notes))
 

@@ -164,9 +164,9 @@ def smoothed(name: str, rows: Sequence[Row], column: str) -> tuple[Curve, ...]:
 def running_mean(values: Sequence[float], window: int) -> tuple[float, ...]:
     """Mean of the `window` (odd) values around each value.
 
-    Near an end its two sides are as long as the way to the end, but on the inner side at
-    least window // END, or 1: a one-sided mean of all `window` values would change the trend at the ends, and fewer
-    values would show noise as a trend.
+    Near an end its two sides are as long as the way to the end, but on the inner side at least window // END,
+    or 1: a one-sided mean of all `window` values would change the trend at the ends, and fewer values would
+    show noise as a trend.
     """
     import numpy as np  # only where something is drawn
 
