@@ -94,6 +94,15 @@ def test_columns_have_the_names_that_the_settings_say(answered, tmp_path):
     assert (row["prompt"], row["expected"]) == ("Say red", "red")
 
 
+def test_rows_beyond_the_most_samples_are_not_read_and_unused_settings_are_refused(answered, tmp_path):
+    file = rows_file(tmp_path, {"prompt": "Say red"}, {"prompt": "Say blue"}, 5)
+    assert len(answered("data.max_samples=2", prompts=file)) == 2
+    with refuses(UserError):
+        answered("data.max_samples=2", "data.where={prompt: Say red}", prompts=file)
+    with refuses(UserError):
+        answered("data.max_samples=2", "data.packing=false", prompt=["Say red"])
+
+
 def test_a_line_of_a_text_file_is_a_prompt(answered, tmp_path):
     (tmp_path / "prompts.txt").write_text("Say red\nSay blue\n")
     assert [row["prompt"] for row in answered(prompts=tmp_path / "prompts.txt")] == ["Say red", "Say blue"]

@@ -91,7 +91,11 @@ class Answerer:
 
 
 def open_answerer(name: str | None, overrides: Sequence[str] = ()) -> Answerer:
-    """Load a target's model. name, overrides: as `target_of` takes them, and raises for them."""
-    from meshtune.api.target import open_model, target_of
+    """Load a target's model. name, overrides: as `target_of` and `refuse_unused`
+    take them, and raise for them.
+    """
+    from meshtune.api.target import open_model, refuse_unused, target_of
 
-    return Answerer(open_model(target_of(name, overrides)))
+    target = target_of(name, overrides)
+    refuse_unused(overrides, of_file=False)
+    return Answerer(open_model(target))

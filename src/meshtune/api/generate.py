@@ -63,12 +63,13 @@ def answer_rows(
     """Yield {prompt | messages, answer} for each prompt, then for each row of `file`, and `expected` where
     the row has it; CHUNK at a time, as they are answered.
 
-    file: see `read_prompts`; its columns have the names that data.columns says. name, overrides: see
-    `target_of`. log: as of `working`, which counts answers and their tokens. Every prompt is checked before
-    the first is answered. Raises UserError as `generate`.
+    file: see `read_prompts`; its columns have the names that data.columns says, and data.max_samples counts
+    where `overrides` has it. name, overrides: see `target_of` and `refuse_unused`. log: as of `working`; it
+    counts answers and their tokens. Every prompt is checked before the first is answered. Raises UserError as
+    `generate`.
     """
     from meshtune.api.answer import Answerer
-    from meshtune.api.target import open_model, target_of
+    from meshtune.api.target import given_settings, open_model, refuse_unused, target_of
     from meshtune.data.example import Source
     from meshtune.data.prompts import prompts_of, read_prompts
 
@@ -76,17 +77,20 @@ def answer_rows(
         raise UserError("No prompt is given; use --prompt, or write prompts to stdin, one a line.")
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens is {max_new_tokens}; an answer has at least 1.")
-    target, examples = None, prompts_of(prompts)
+    examples, target = prompts_of(prompts), target_of(name, overrides)
+    refuse_unused(overrides, of_file=file is not None)
     if file:
-        target = target_of(name, overrides)
-        data = target.config.data
-        source = Source(str(file), columns=tuple(data.columns.items()), roles=tuple(data.roles.items()))
+        data, given = target.config.data, given_settings(overrides).get("data", {})
+        source = Source(
+            str(file), columns=tuple(data.columns.items()), roles=tuple(data.roles.items()),
+            max_samples=data.max_samples if "max_samples" in given else None,  # a run's is of its own rows
+        )  # fmt: skip
         rows, unused = read_prompts(source)
         examples += rows
         if unused:
             print(f"{file}: columns that are not used: {', '.join(unused)}", file=sys.stderr)
     with working(LOADING["generate"], lambda _: None):  # the callers printed it already
-        answerer = Answerer(open_model(target or target_of(name, overrides)))
+        answerer = Answerer(open_model(target))
     ids = answerer.prompts_ids(examples)
     for first in range(0, len(ids), CHUNK):
         if sampling.seed is not None and first:

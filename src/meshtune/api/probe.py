@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshtune.api.plan import Log, silent
 from meshtune.errors import UserError, expanded
-from meshtune.units import counted
+from meshtune.units import PYTORCH, counted, working
 
 if TYPE_CHECKING:
     from meshtune.study.probe import Sizes
@@ -44,19 +44,20 @@ def probe(
         raise UserError(
             "probe starts its ranks itself, on one machine; run it there, without torchrun or srun."
         )
-    import torch
+    with working(PYTORCH, lambda _: None):  # the command printed it already
+        import torch
 
-    from meshtune.rundir import write_text_atomically
-    from meshtune.study import probe
-    from meshtune.study.probe import probe_rank, rank_counts
-    from meshtune.study.probe_kind import document_of, kind_of, text_of
+        from meshtune.rundir import write_text_atomically
+        from meshtune.study import probe
+        from meshtune.study.probe import probe_rank, rank_counts
+        from meshtune.study.probe_kind import document_of, kind_of, text_of
 
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    ranks = ranks_of(nproc, device_type)
-    sizes = sizes or (probe.CUDA if device_type == "cuda" else probe.CPU)
-    threads = {count: threads_of(count) for count in rank_counts(ranks)}
-    device = device_of(device_type, ranks, sizes.dtype)
-    before = provenance(device.name, threads)
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        ranks = ranks_of(nproc, device_type)
+        sizes = sizes or (probe.CUDA if device_type == "cuda" else probe.CPU)
+        threads = {count: threads_of(count) for count in rank_counts(ranks)}
+        device = device_of(device_type, ranks, sizes.dtype)
+        before = provenance(device.name, threads)
     log(f"measuring {device.name} with up to {counted(ranks, 'rank')} …")
     figures = launch.run(probe_rank, sizes, device_type, threads, seconds, ranks=ranks, device=device_type)
     fitted = kind_of(figures, device)

@@ -43,6 +43,12 @@ from meshtune.train.run_row import device_of
 from meshtune.units import notice
 from meshtune.yaml_tree import leaves, overridden
 
+# Settings of data that prompts are wrapped by, and those that a file of prompts is read by.
+PROMPTING = {
+    "chat_template", "chat_template_kwargs", "template_date", "control_tokens", "separator", "train_on"
+}  # fmt: skip
+PROMPT_FILES = {"columns", "roles", "max_samples"}
+
 
 @dataclass(frozen=True)
 class Target:
@@ -176,6 +182,18 @@ def refuse_decided(name: str | Path, overrides: Sequence[str], more: Sequence[st
         if f"{key}.".startswith(tuple(f"{setting}." for setting in decided))
     ]:
         raise UserError(problems)
+
+
+def refuse_unused(overrides: Sequence[str], *, of_file: bool) -> None:
+    """Raise UserError for the settings of data among `overrides` that answers to prompts don't depend on.
+
+    of_file: the prompts are rows of a file.
+    """
+    used = PROMPTING | (PROMPT_FILES if of_file else set())
+    place = "prompts of a file" if of_file else "prompts outside a file"
+    unused = given_settings(overrides).get("data", {}).keys() - used
+    if unused:
+        raise UserError([f"data.{name} has no effect on {place}; leave it out." for name in sorted(unused)])
 
 
 def stored_precision(name: str, revision: str | None = None) -> str:

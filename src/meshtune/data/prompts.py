@@ -7,6 +7,7 @@ a row {prompt} | {messages}   ─┘
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from meshtune.data.example import SHOWN, BadRow, Example, Origin, Source, checked_text, is_absent
@@ -37,7 +38,7 @@ def prompts_of(prompts: Iterable[Prompt]) -> list[Example]:
 
 
 def read_prompts(source: Source) -> tuple[list[Example], list[str]]:
-    """(Examples of the rows of a file in their order, the columns that are not used).
+    """(Examples of the first `max_samples` rows of a file, or of all, the columns that are not used).
 
     A row has `messages` (or `conversations`), a `prompt` or an Alpaca `instruction`, with `system` and
     `tools` where it needs them; a line of a .txt file is a prompt. What is expected (`completion`, `output`,
@@ -45,7 +46,8 @@ def read_prompts(source: Source) -> tuple[list[Example], list[str]]:
     the bad rows, or if there are none.
     """
     unused: dict[str, None] = {}
-    examples = _examples(raw_rows(source, files(source), False, 0), source, unused)
+    rows = islice(raw_rows(source, files(source), False, 0), source.max_samples)
+    examples = _examples(rows, source, unused)
     if not examples:
         raise UserError(f"{source.path} has no prompts: it is empty.")
     return examples, [*unused]

@@ -35,10 +35,14 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.ci
 @pytest.mark.usefixtures("patient")
-def test_a_rank_alone_is_measured_without_collectives(tmp_path: Path) -> None:
-    """One rank: rates of a processor, no link; the file plans with times."""
+def test_a_rank_alone_is_measured_without_collectives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One rank: rates of a processor, no link; the file plans with times. A terminal sees what is loaded."""
     file = tmp_path / "one.toml"
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     document = probe(file, nproc=1, sizes=FEW)
+    assert "loading PyTorch" in capsys.readouterr().err
     assert document == tomllib.loads(file.read_text())
     assert "collective" not in document["measured"]["figures"]
     assert {"link_share", "link_latency"}.isdisjoint(document["kind"]["efficiency"])

@@ -57,6 +57,7 @@ def test_running_mean_is_that_of_its_window_and_keeps_a_straight_line_straight_a
     means = running_mean(line, 41)
     assert means[5:-5] == pytest.approx(line[5:-5])
     assert means[0] == pytest.approx(line[0], abs=3 * 41 / 8)
+    assert running_mean([1.0, 2.0, 6.0], 3) == (1.5, 3.0, 4.0), "means at the ends, too"
 
 
 def test_thinning_keeps_the_ends_and_every_spike():

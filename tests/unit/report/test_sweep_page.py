@@ -13,6 +13,7 @@ from sweeps import MODELS, bench_row, bench_rows, write_sweep
 from meshtune.commands.report import report
 from meshtune.errors import UserError
 from meshtune.report.draw.charts import specification
+from meshtune.report.draw.picture import specification as picture_of
 from meshtune.report.experiments.ablation import Ablation
 from meshtune.report.experiments.batch import at, curve_of
 from meshtune.report.experiments.database import counts_by_status, database_of, read_sweep_rows
@@ -104,6 +105,29 @@ def test_scaling_is_beside_the_ideal_of_the_smallest_number(database):
     assert {point.x for group in strong.groups for point in group.points} == {1, 2, 4}
 
 
+def test_ticks_reach_points_beyond_the_ideal_and_a_log_axis_says_so(tmp_path):
+    rows = [
+        bench_row("small", ranks, 1, global_batch_size=8, tokens_per_second_per_gpu=speed)
+        for ranks, speed in ((1, 100), (2, 425), (4, 600))
+    ]
+    chart = specification(drawn(write_sweep(tmp_path, rows))["strong"], width=400)
+    axis = chart["layer"][0]["encoding"]["y"]["axis"]
+    assert axis["values"] == [1, 2, 5, 10, 20] and axis["title"].endswith("(log)")  # points at 1, 8.5 and 24
+
+
+def test_pictures_of_a_column_turn_crowded_names_and_fit_a_page(database):
+    bars = [f"GPUs 1 → {n}" for n in range(20)]
+    sizes = {"names": tuple(bars), "parts": {"speed": (2.0,) * 20}, "ends": ("1 pair",) * 20}
+    many = replace(drawn(database)["gains"], **sizes)
+    small = next(Ablation(sweep_in(database), by="model").panels())
+    small = replace(small, columns=("8", "16", "32", "64", "128", "256", "512"))
+    spec = picture_of([[many], [small]], title="", width=318)
+    (drawn_bars,), (charts,) = (row["hconcat"] for row in spec["vconcat"])
+    domain = drawn_bars["layer"][0]["encoding"]["y"]["scale"]["domain"]
+    assert domain == bars[:16] and drawn_bars["title"]["text"][-1].endswith("the first 16 of 20 changes")
+    assert charts["spec"]["layer"][0]["encoding"]["x"]["axis"]["labelAngle"] == -40
+
+
 def test_each_axis_is_compared_with_everything_else_equal(database):
     ablation = Ablation(sweep_in(database))
     names = [axis.key for axis in ablation.independent]
@@ -132,6 +156,20 @@ def test_an_axis_that_another_one_fixes_has_no_gains_of_its_own(tmp_path):
     ]
     (tmp_path / "planned").mkdir()
     assert not Ablation(sweep_in(write_sweep(tmp_path / "planned", rows))).gains, "the layouts differ too"
+
+
+def test_layouts_that_differ_in_several_fields_are_compared_whole(tmp_path):
+    layouts = {"dp1": "mb2-ga8", "zero3x2": "zero3x2-mb2-ga4", "pp2": "pp2-1f1b-mb2-ga8"}
+    rows = [
+        bench_row("small", 1 if name == "dp1" else 2, 2, layout=layout, global_batch_size=16,
+                  settings={"method": method, "layout": name})
+        for method in ("full", "lora") for name, layout in layouts.items()
+    ]  # fmt: skip
+    table = Ablation(sweep_in(write_sweep(tmp_path, rows))).table()
+    assert [(row[0], row[-1]) for row in table.rows[1:]] == [
+        ("layout dp1 → zero3x2", "2"), ("layout dp1 → pp2", "2")
+    ]  # fmt: skip
+    says(table.notes[-1])
 
 
 def test_small_charts_and_colours_are_the_axes_that_are_named(database):

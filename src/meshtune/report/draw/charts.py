@@ -145,7 +145,7 @@ def drawn(
 # Stacks: horizontal bars cut into parts #
 
 BAR, NARROW_BAR = 28, 44  # px of height for each bar
-NARROW_PART = 12  # px of height for each of several bars of a name, on a phone
+NARROW_PART = 9  # px of height for each of several bars of a name, on a phone
 # of that: between bars, and at both ends
 PADDING, NARROW_PADDING = (0.3, 0.15), (0.55, 0.4)
 MOST_NAME = 52  # characters above a bar on a phone

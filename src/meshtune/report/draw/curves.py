@@ -188,7 +188,7 @@ def scatter(panel: Scatter, *, narrow: bool = False) -> alt.LayerChart:
 
 SMALL, APART = 4, 22  # charts side by side at most, and px between them
 SMALL_HEIGHT, LOW = 200, 140  # px, and in a column of a paper
-CROWDED = 26  # characters below a small chart, from which they are turned
+CROWDED, NARROW_CROWDED = 26, 12  # characters below a small chart, above which they are turned
 
 
 def multiples(panel: Multiples, *, narrow: bool = False) -> alt.LayerChart | alt.FacetChart:
@@ -206,7 +206,8 @@ def multiples(panel: Multiples, *, narrow: bool = False) -> alt.LayerChart | alt
         if len(panel.groups) > 1
         else None,
     )  # fmt: skip
-    turned = sum(map(len, panel.columns)) > CROWDED
+    crowded = NARROW_CROWDED if narrow and len(panel.heads) > 1 else CROWDED
+    turned = sum(map(len, panel.columns)) > crowded
     axis = alt.Axis(labelAngle=-40 if turned else 0, title=plain(panel.x_title), titleAnchor="end")
     across = alt.X("x:N", sort=None, scale=alt.Scale(domain=list(panel.columns)), axis=axis)
     base = alt.Chart().encode(x=across, y=alt.Y("y:Q", **_axis(panel.y, least=LABELS)), color=colour)
@@ -244,7 +245,7 @@ def _axis(axis: Axis, *, least: int = 0) -> dict[str, Any]:
             labelExpr=f"{NUMBER} + {json.dumps(axis.suffix)}",
             labelOverlap=True,
             minExtent=least,
-            title=plain(axis.title),
+            title=plain(axis.title + " (log)" * axis.log),
             **given,
         ),
     }

@@ -20,6 +20,7 @@ SUFFIXES = (".png", ".svg", ".pdf")
 PX = {"mm": 96 / 25.4, "cm": 96 / 2.54, "in": 96.0, "pt": 96 / 72}  # px of a unit of length
 LEAST, MOST = 40 * PX["mm"], 1000 * PX["mm"]  # px of a picture's width
 NARROW, HEIGHT = 520, 0.62  # px of width below which pictures are of columns, and their height as a share
+MOST_BARS = 16  # of a column's picture, which is not longer than a page then
 PAGE, CAPTIONS = ".html", "captions.txt"
 SIMULATED = "simulated"  # in the name of a document whose experiments were not run
 WIDTH, GAP = 1200, 44  # px of a picture, and between charts side by side
@@ -193,9 +194,15 @@ def specification(rows: Sequence[Sequence[Panel]], *, title: str, width: int = W
 
 
 def _lower(panel: Panel, height: int) -> Panel:
-    """The panel with at most this height; bars, cells and lanes have their own."""
+    """The panel with at most this height, or MOST_BARS bars; cells and lanes have their own height."""
     if isinstance(panel, Lines | Scatter | Areas):
         return replace(panel, height=min(panel.height, height))
+    if isinstance(panel, Stacks) and len(panel.names) > MOST_BARS:
+        note = f"the first {MOST_BARS} of {counted(len(panel.names), panel.item)}"
+        parts = {part: sizes[:MOST_BARS] for part, sizes in panel.parts.items()}
+        names, ends = panel.names[:MOST_BARS], panel.ends[:MOST_BARS]
+        title = ", ".join(filter(None, [panel.title, note]))
+        return replace(panel, title=title, names=names, ends=ends, parts=parts)
     return panel
 
 

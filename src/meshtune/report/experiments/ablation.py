@@ -24,7 +24,7 @@ FIELDS = (
     "zero", "tp", "sp", "cp", "cp_method", "ep", "pp", "schedule", "virtual_stages", "micro_batch_size",
     "recompute",
 )  # fmt: skip
-GLOBAL_BATCH = "global_batch"
+GLOBAL_BATCH, LAYOUT = "global_batch", "layout"
 layout_of = cache(Layout.parse)
 
 
@@ -83,7 +83,7 @@ class Ablation:
     @cached_property
     def axes(self) -> list[SweptAxis]:
         """Axes that have several values among the experiments with a result."""
-        keys = [key for key in self.sweep.varied if key not in (SEED, "layout")]
+        keys = [key for key in self.sweep.varied if key not in (SEED, LAYOUT)]
         keys += [*(f"layout.{field}" for field in FIELDS), GPUS]
         keys += [] if {*keys} & {*BATCH} else [GLOBAL_BATCH]
         return [one for one in map(SweptAxis, dict.fromkeys(keys)) if len(self.values(one)) > 1]
@@ -231,10 +231,12 @@ class Ablation:
     @cached_property
     def gains(self) -> list[Gain]:
         """For each value of an axis the ratios to the first value that there are pairs with; of more than
-        MOST_LINES values, for some of them.
+        MOST_LINES values, for some of them. Whole layouts are an axis where a field has no pairs.
         """
         gains = []
-        for one in self.independent:
+        for one in [*self.independent, SweptAxis(LAYOUT)]:
+            if one.key == LAYOUT and not (LAYOUT in self.sweep.varied and self._unpaired(gains)):
+                continue
             values = self.values(one) if one.key != MODEL else []
             values = values[:: -(-len(values) // MOST_LINES) or 1]
             for place, after in enumerate(values):
@@ -247,11 +249,18 @@ class Ablation:
                     gains.append(Gain(one.key, text(before), text(after), speed, memory, len(pairs), once))
         return gains
 
+    def _unpaired(self, gains: Sequence[Gain]) -> list[str]:
+        """Names of the independent axes without gains, but for the model, whose values aren't compared."""
+        paired = {MODEL, *(gain.axis for gain in gains)}
+        return [one.name for one in self.independent if one.key not in paired]
+
     def _pairs(self, one: SweptAxis, before: Any, after: Any) -> list[tuple[Experiment, Experiment]]:
         """Experiments with the two values of an axis, and everything else equal: also the global batch or,
         where layouts make it, the accumulation.
         """
         others = [other for other in self.independent if other.key not in (one.key, GLOBAL_BATCH)]
+        if one.key == LAYOUT:  # its fields and GPUs may differ, other settings not
+            others = [other for other in self.axes if other.key in self.sweep.varied]
         groups: dict[Any, tuple[list[Experiment], list[Experiment]]] = {}
         for each in self.done:
             if (value := one.of(each)) in (before, after):
@@ -265,7 +274,7 @@ class Ablation:
         """True if the layouts agree in the fields that the planner may have chosen for each: those that the
         sweep does not change, without what follows from the axis.
         """
-        if not (first.layout and second.layout):
+        if one.key == LAYOUT or not (first.layout and second.layout):
             return True
         (before, after), name = map(layout_of, (first.layout, second.layout)), one.key.removeprefix("layout.")
         follow = {name, *BELONGS.get(name, ()), "gradient_accumulation_steps"}
@@ -294,6 +303,10 @@ class Ablation:
             )
         if follow := [one.name for one in self.axes if one not in self.independent]:
             notes.append(f"Without rows, because another axis fixes the value: {', '.join(follow)}.")
+        if unpaired := self._unpaired(self.gains):
+            notes.append(
+                f"Without rows, because no two experiments differ only in it: {', '.join(unpaired)}."
+            )
         heads = ("change", "speed", "peak memory", "pairs")
         return Table.of_rows("With everything else equal", heads, rows, ("change",), tuple(notes))
 

@@ -178,7 +178,8 @@ def scaling(sweep: Sweep) -> list[Panel]:
         y_title = f"{sweep.device}s' worth of the smallest number's speed"
         worth = values(groups, "y")
         ends = (min(*worth, x.ends[0] * ROOM) / ROOM, max(*worth, x.ends[1] / ROOM) * ROOM)
-        y = Axis(y_title, ends, log=True, ticks=x.ticks)
+        covered = x.ends[0] <= min(worth) and max(worth) <= x.ends[1]
+        y = Axis(y_title, ends, log=True, ticks=x.ticks if covered else ())
         ideal = Guide(x.ends, x.ends, "ideal")
         drawn.append(
             Scatter(

@@ -164,16 +164,16 @@ def smoothed(name: str, rows: Sequence[Row], column: str) -> tuple[Curve, ...]:
 def running_mean(values: Sequence[float], window: int) -> tuple[float, ...]:
     """Mean of the `window` (odd) values around each value.
 
-    Near an end its two sides are as long as the way to the end, but on the inner side at
-    least window // END: a one-sided mean of all `window` values would change the trend at the ends, and fewer
-    values would show noise as a trend.
+    Near an end its two sides are as long as the way to the end, but on the inner side at least window // END,
+    or 1: a one-sided mean of all `window` values would change the trend at the ends, and fewer values would
+    show noise as a trend.
     """
     import numpy as np  # only where something is drawn
 
     sums = np.cumsum([0.0, *values])
     middle = np.arange(len(values))
     to_end = np.minimum(middle, len(values) - 1 - middle)
-    reach = np.minimum(window // 2, np.maximum(window // END, to_end))
+    reach = np.minimum(window // 2, np.maximum(window // END or 1, to_end))
     start, end = np.maximum(0, middle - reach), np.minimum(len(values), middle + reach + 1)
     return tuple(((sums[end] - sums[start]) / (end - start)).tolist())
 
