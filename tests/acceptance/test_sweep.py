@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import yaml
 from command import Command, end
-from tiny import short_run
+from own_machine import OWN_MACHINE
+from tiny import short_run, write_rows
 
 from meshtune.study.children import marked
 
@@ -60,6 +61,30 @@ def test_a_bench_and_a_refusal_are_results_and_are_not_repeated(
     assert refused[0] == "refused" and "tp=3 does not divide" in refused[1] and refused[5] == 0
     assert "2 with a result" in meshtune("sweep", file, "--out", out, "--json").err
     assert results(out, "attempts") == [(1,), (0,)]
+
+
+@pytest.mark.all
+def test_unpacked_data_are_planned_as_long_as_they_are_and_speeds_count_their_tokens(
+    tiny: Path, meshtune: Command, tmp_path: Path
+) -> None:
+    """Batches of 8 rows of 5 or of 65 tokens; the second step, whose memory is watched too, has long ones."""
+    rows = [
+        {"prompt": "Say red" + " please" * (60 * (place % 2)), "completion": "red"} for place in range(64)
+    ]
+    data = {"train": str(write_rows(tmp_path / "rows.jsonl", rows)), "cache": str(tmp_path / "cache")}
+    cluster = tmp_path / "machine.toml"
+    cluster.write_text(OWN_MACHINE)
+    tree = base(tiny) | {"data": data | {"seq_len": 512, "packing": False}, "cluster": str(cluster)}
+    tree["train"]["seed"] = 8
+    document = {"base": tree, "steps": 3, "axes": {"layout": ["zero3x2-mb4-ga1"]}}
+    meshtune("sweep", write(tmp_path / "s.yaml", document), "--out", tmp_path)
+    speeds = "tokens, tokens_per_second_per_gpu * step_seconds, predicted_tokens_per_second_per_gpu * "
+    columns = "peak_memory_bytes, predicted_peak_bytes, simulated_peak_bytes, "
+    ((highest, planned, simulated, tokens, *of_rank),) = results(
+        tmp_path, f"{columns}{speeds}predicted_step_seconds"
+    )
+    assert of_rank == pytest.approx([tokens / 2, tokens / 2])
+    assert planned == pytest.approx(highest, rel=0.02) and highest > 2 * simulated
 
 
 @pytest.mark.ci

@@ -65,7 +65,7 @@ def bench(
         check_new([out / str(layout) for layout in here.layouts] if out else [])
         for number, layout in enumerate(here.layouts, 1):
             log(f"bench {number} of {len(here.layouts)}: {layout} …")
-            done.append(here.beside(layout, log))
+            done.append(here.beside(layout, steps, log))
             rank = done[-1]["simulated"]["rank"]
             done[-1] |= here.run(layout, steps, limit, profile and profile / str(layout), rank)
             done[-1]["causes"] = why_slow(done[-1]) if done[-1]["measured"] else []
@@ -102,12 +102,18 @@ def find_micro_batch(
             document = here.run(replace(layout, micro_batch_size=size), 1, limit)
             if document["failed"]:
                 return Tried(size, False, None, document["failed"])
-            peak = document["measured"]["memory"]["peak"]
+            peak = document["measured"]["peak_memory_bytes"]
             over = budget is not None and peak > budget
             return Tried(size, not over, peak, f"It fills more than {human(budget or 0)}." if over else None)
 
+        workload = here.subject.workload
+        if workload and settings.data.train:
+            from meshtune.api.resolve import inputs_of
+
+            train = inputs_of(settings).prepared.train
+            workload = workload.of_labels(train.label_share, train.width)
+
         def planned(layout: Layout, size: int) -> Tried:
-            workload = here.subject.workload
             assert workload is not None
             larger = replace(layout, micro_batch_size=size)
             cluster = here.cluster.of_size(layout.world)
@@ -117,7 +123,7 @@ def find_micro_batch(
         done = []
         for layout in here.layouts:
             found, sizes = largest(partial(tried, layout), layout.micro_batch_size)
-            plan = largest(partial(planned, layout))[0] if here.subject.workload else None
+            plan = largest(partial(planned, layout))[0] if workload else None
             done.append(
                 {"layout": str(layout), "micro_batch": found, "planned": plan, "tried": [*map(asdict, sizes)]}
             )
@@ -167,25 +173,33 @@ class Bench:
         )
         return run(trial, self.device, limit)
 
-    def beside(self, layout: Layout, log: Log) -> Document:
-        """The document of a layout before it has run: what is predicted and what the dry run simulates."""
+    def beside(self, layout: Layout, steps: int, log: Log) -> Document:
+        """The document of a layout before it has run: what is predicted and what the dry run simulates.
+
+        steps: to be timed.
+        """
         from meshtune.study.beside import predicted, simulated
 
         cluster = self.cluster.of_size(layout.world)
-        simulation = self.subject.simulate(self.job(layout), cluster, log)
+        simulation = self.subject.simulate(self.job(layout, steps), cluster, log)
         both = {"predicted": predicted(simulation), "simulated": simulated(simulation)}
         return {"layout": str(layout), "world": layout.world, **both}
 
-    def job(self, layout: Layout) -> "Job":
-        """The steps to simulate: with data, of the last watched step's batch, whose memory is compared."""
+    def job(self, layout: Layout, steps: int) -> "Job":
+        """The steps to simulate: with data, of the last watched step's batch, whose memory is compared.
+
+        steps: to be timed, whose tokens speeds count.
+        """
         from meshtune.api.dryrun import documents_of
         from meshtune.api.resolve import inputs_of
         from meshtune.meter.phases import WATCHED_STEPS
+        from meshtune.study.bench import WARM_UP
 
         config = self.subject.config
         if not config.data.train:
             return self.subject.job(layout, documents_of(config, ()))
-        return self.subject.job_of_data(layout, inputs_of(config), number=WATCHED_STEPS)
+        timed = range(WARM_UP + 1, WARM_UP + 1 + steps)
+        return self.subject.job_of_data(layout, inputs_of(config), number=WATCHED_STEPS, timed=timed)
 
 
 def check_new(folders: Sequence[Path]) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from statistics import fmean
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -226,18 +227,28 @@ class Subject:
         )
 
     def job_of_data(
-        self, layout: Layout, inputs: Inputs, *, number: int = 1, after: Mapping[str, Any] | None = None
-    ) -> Job:
+        self, layout: Layout, inputs: Inputs, *, number: int = 1, timed: range = range(0),
+        after: Mapping[str, Any] | None = None,
+    ) -> Job:  # fmt: skip
         """The steps to trace with a global batch of the training data.
 
-        number: of the batch, from 1. after: a checkpoint's position in the data, from which on batches count;
-        None: the beginning. Raises UserError as `loader_of`.
+        number: of the batch, from 1. timed: numbers of later ones, whose mean tokens speeds count; none: the
+        batch's. after: a checkpoint's position in the data, from which on batches count; None: the
+        beginning. Raises UserError as `loader_of`.
         """
         state = dict(after) if after is not None else None
-        batches = iter(loader_of(inputs.prepared.train, layout, 0, self.config.train.seed, state))
-        batch, _ = next(islice(batches, number - 1, None))
+        train = inputs.prepared.train
+        batches = (batch for batch, _ in loader_of(train, layout, 0, self.config.train.seed, state))
+        batch = next(islice(batches, number - 1, None))
+        later = enumerate(islice(batches, max(0, timed.stop - number - 1)), number + 1)
+        tokens = [each.tokens for place, each in later if place in timed]
         job = self.job(layout, batch.micro_batches[0].documents[0])
-        return replace(job, batch=batch, spec=replace(job.spec, embeddings=id_bound(inputs.tokenizer)))
+        labels = batch.label_tokens / (layout.global_batch_size * job.seq_len)
+        return replace(
+            job, batch=batch, label_share=labels if train.packed else train.label_share, longest=train.width,
+            tokens=fmean(tokens or [batch.tokens]),
+            spec=replace(job.spec, embeddings=id_bound(inputs.tokenizer)),
+        )  # fmt: skip
 
     def simulate(
         self, job: Job, cluster: Cluster, log: Log, *, ranks: Iterable[int] = (), notes: Iterable[str] = ()
@@ -256,7 +267,9 @@ class Subject:
         log(f"tracing two steps of {layout}: rank{'s' * (len(stands_for) > 1)} {names} of {layout.world:,} …")
         traces = trace_ranks(partial(trace_rank, job), [*stands_for], layout.world, tell=log)
         workload = self.workload and self.workload.of_batch(layout.global_batch_size)
-        workload = workload and workload.of_labels(job.label_share).under(cluster.gpu, layout)
+        workload = workload and workload.of_labels(job.label_share, job.longest, job.tokens)
+        workload = workload and workload.under(cluster.gpu, layout)
+        labelled = job.label_share and workload and float(workload.work.labelled)
         choice = workload and explained(workload, cluster, layout)
         simulation = Simulation(
             model=self.config.model.name,
@@ -277,7 +290,7 @@ class Subject:
                 *([COMPILED] if job.spec.compile else []),
                 *([job.routing.note] if job.routing.note else []),
                 *([borrowed] if self.workload and borrowed else []),
-                *([f"{predicted_with(job.label_share)}."] if workload else []),
+                *([f"{predicted_with(labelled)}."] if workload else []),
                 *(() if cluster.gpu.processor else allocator.conflicts(os.environ)),
                 *notes,
             ),

@@ -106,17 +106,13 @@ class Job:
     documents: tuple[int, ...]  # lengths of those in each sequence; the rest of its seq_len is padding
     max_grad_norm: float = 1.0
     batch: Batch | None = None  # that data rank 0 gets; None: one of `documents`, all tokens labelled
+    label_share: float | None = None  # labelled tokens, of full sequences, which a plan counts; None: all
+    longest: int | None = None  # tokens of the longest sequence of the data, which a plan counts
+    tokens: float | None = None  # of a step, without padding, which speeds count; None: of full sequences
     census: Census | None = None  # of the model, where it has been counted
     reference: PretrainedConfig | None = None  # of another model that is the reference
     every_micro_batch: bool = False  # False: of many, a few are traced (`traced`)
     routing: Routing = BALANCED  # of tokens to experts on several ranks
-
-    @property
-    def label_share(self) -> float | None:
-        """Labelled tokens of the batch, as a share of full sequences; None: there is no batch."""
-        if self.batch is None:
-            return None
-        return self.batch.label_tokens / (self.layout.global_batch_size * self.seq_len)
 
     @property
     def traced(self) -> Layout:

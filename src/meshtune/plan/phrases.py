@@ -50,7 +50,7 @@ def of_objective(objective: str) -> str:
 def predicted_with(label_share: float | None) -> str:
     """A clause on the tokens with labels, which are all that have logits.
 
-    label_share: as in `Workload.of_labels`; a run has that of all data, a dry run that of its batch.
+    label_share: of the positions that are planned; of all data, of a dry run with packing its batch's.
     """
     if label_share is None:
         return "Predicted with labels on all tokens (fewer need less memory)"

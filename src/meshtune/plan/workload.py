@@ -55,13 +55,14 @@ class Workload:
     attention: str = "meshtune"  # implementation that the model is built with
     flash: int | None = 4  # newest version of FlashAttention that it can run; None: other kernels run
     positions: int | None = None  # tokens of the longest document that its positions are made for; None: any
+    filled: float = 1  # share of the sequences' tokens that aren't padding: speed and MFU count these
     notes: tuple[str, ...] = ()  # sentences on the model that every answer says
     tool: Tool = MESHTUNE  # that runs it
 
     @property
-    def tokens(self) -> int:
-        """Tokens per optimizer step."""
-        return self.global_batch_size * self.seq_len
+    def tokens(self) -> float:
+        """Tokens per optimizer step, without padding."""
+        return self.global_batch_size * self.seq_len * self.filled
 
     @property
     def summed_dtype(self) -> str:
@@ -118,10 +119,11 @@ class Workload:
 
         The forward over mismatched answers counts; a second forward of the head is a recomputation.
         """
+        labelled = self.work.labelled / self.filled
         blocks = self.work.blocks * self.block_flops(self.document_tokens)
         forward = self.work.blocks * self.block_flops(self.document_tokens, backward=False)
-        forward += self.work.labelled * 2 * self.work.vocabulary * self.work.hidden
-        return float(blocks + self.work.labelled * self.head_flops + self.work.mismatched * forward)
+        forward += labelled * 2 * self.work.vocabulary * self.work.hidden
+        return float(blocks + labelled * self.head_flops + self.work.mismatched * forward)
 
     @property
     def reads_reference(self) -> bool:
@@ -132,14 +134,18 @@ class Workload:
         """The same with a global batch of `size` sequences."""
         return replace(self, global_batch_size=size)
 
-    def of_labels(self, share: float | None, longest: int | None = None) -> Workload:
+    def of_labels(
+        self, share: float | None, longest: int | None = None, tokens: float | None = None
+    ) -> Workload:
         """The same with labels on a share of a sequence's tokens; None: not known, as they are.
 
-        longest: tokens of the longest sequence, which micro-batches are as wide as; None: seq_len.
+        longest: tokens of the longest sequence, which micro-batches are as wide as; None: seq_len. tokens: of
+        a step, without padding; None: all that the sequences have room for.
         """
         longest = longest or self.seq_len
         labelled = self.work.labelled if share is None else share * self.seq_len / longest
-        return replace(self, seq_len=longest, work=replace(self.work, labelled=labelled))
+        filled = 1 if tokens is None else tokens / (self.global_batch_size * longest)
+        return replace(self, seq_len=longest, filled=filled, work=replace(self.work, labelled=labelled))
 
     def compiles(self, gpu: Gpu, layouts: Columns) -> Number:
         """Mask of the layouts whose blocks are compiled on GPUs of a kind."""

@@ -104,11 +104,15 @@ def layouts_table(documents: Sequence[Facts], speed_unit: str) -> Table:
         share = [f"{found['mfu']:.1%}" if found["mfu"] is not None else ""] if mfu else []
         rows.append((
             one["layout"], f"{found['tokens_per_second_per_gpu']:,.0f}", duration(found["step_seconds"]),
-            f"{found['spread']:.1%}", *share, human(found["memory"].get("peak", 0)) or "",
+            f"{found['spread']:.1%}", *share, human(found["peak_memory_bytes"] or 0),
         ))  # fmt: skip
     steps = {one["measured"]["steps"] for one in ran}
     notes = (
-        [f"Medians of {max(steps)} steps; spread: distance of their quartiles, of the median."]
+        [
+            f"Medians of {max(steps)} steps; spread: distance of their quartiles, of the median. Memory: the "
+            "highest peak of any rank and step. By category below, it is measured in the step that is "
+            "simulated, and predicted for the longest sequence."
+        ]
         if steps
         else []
     )

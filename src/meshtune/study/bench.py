@@ -76,6 +76,7 @@ class Measured:
     peak_flops_per_second: float | None  # of one device; None: unknown
     run: Row  # of kind "run", without a prediction
     end: Row  # of kind "end"
+    peak_bytes: int | None  # the highest of any rank in any step; None: not known
     compared: int | None = None  # as in Trial
     experts: Sequence[Row] = ()  # of kind "experts", one for each timed step of a mixture
 
@@ -116,6 +117,7 @@ class Measured:
             "mfu": possible(share_of_peak(self.flops, step, self.world, self.peak_flops_per_second)),
             "parts": self.parts,
             "imbalance": imbalance_of(self.experts),
+            "peak_memory_bytes": self.peak_bytes,
             "memory": {name: memory[name] for name in (*CATEGORIES, "peak") if memory.get(name)},
             "data": "data.train" if self.run["data"] else "random tokens",
             "run_row": dict(self.run),
@@ -153,7 +155,7 @@ def bench_rank(rank: Rank, trial: Trial) -> Measured | None:
     facts = facts_of(trial.settings, model, inputs and inputs.prepared) | hosts if rank.main else {}
     meter = Meter(world, model.memory())
     flops = flops_of(model.census, seq_len, ranks=world.size // world.data_ranks)
-    seconds, rows, memory, counts, loads = [], [], [], [], []
+    seconds, rows, memory, counts, loads, peaks = [], [], [], [], [], []
     with meter.running():
         for step in range(1, WARM_UP + trial.steps + 1):
             world.synchronize()
@@ -174,6 +176,7 @@ def bench_rank(rank: Rank, trial: Trial) -> Measured | None:
                 in_flight=model.passes.in_flight(), stop=False,
             )  # fmt: skip
             memory += found.memory
+            peaks.append(found.peak_bytes or 0)
             if step > WARM_UP:
                 seconds.append(found.time["seconds"])
                 rows.append(found.time)
@@ -191,7 +194,7 @@ def bench_rank(rank: Rank, trial: Trial) -> Measured | None:
     peak = peak_flops(device, spec.precision, datasheet_flops)
     measured = Measured(
         str(world.layout), device_name(device), device.type, world.size, tokens, seconds, rows, memory,
-        None if np.isnan(needed) else needed, peak, run, end, trial.compared, loads,
+        None if np.isnan(needed) else needed, peak, run, end, max(peaks) or None, trial.compared, loads,
     )  # fmt: skip
     return measured if rank.main else None
 

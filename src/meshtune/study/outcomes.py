@@ -20,15 +20,15 @@ SPEED = ("step_seconds", "spread", "tokens_per_second_per_gpu", "mfu", "tokens")
 
 def bench_outcome(document: Any, seconds: float) -> Outcome:
     """Outcome of `bench --json` of one layout. Memory is that of tensors on the fullest rank, as predicted,
-    simulated and measured.
+    simulated and, in the fullest step, measured.
     """
     (one,) = document["layouts"]
     measured, simulated = one["measured"] or {}, one["simulated"] or {}
     figures = {name: measured.get(name) for name in SPEED}
-    figures["peak_memory_bytes"] = measured.get("memory", {}).get("peak")
+    figures["peak_memory_bytes"] = measured.get("peak_memory_bytes")
     figures["simulated_step_seconds"] = simulated.get("step_seconds")
     figures["simulated_peak_bytes"] = simulated.get("memory", {}).get("peak")
-    planned = one["predicted"] or {}  # for the labels of the data, which the sweep's own prediction lacked
+    planned = one["predicted"] or {}  # for the data, which the sweep's own prediction lacked
     again = {f"predicted_{name}": planned.get(name) for name in SPEED}
     again["predicted_peak_bytes"] = planned.get("memory", {}).get("peak")
     figures |= {name: value for name, value in again.items() if value is not None}

@@ -33,7 +33,7 @@ def measured(seconds: list[float], **changed: Any) -> Measured:
     facts: dict[str, Any] = {
         "layout": "dp2-mb1", "device": "a GPU", "device_type": "cuda", "world": 2, "tokens": 1000.0,
         "seconds": seconds, "time": rows, "memory": memory, "flops": 6e12, "peak_flops_per_second": 3e12,
-        "run": {"kind": "run", "data": []}, "end": {"kind": "end"},
+        "run": {"kind": "run", "data": []}, "end": {"kind": "end"}, "peak_bytes": 99,
     }  # fmt: skip
     return Measured(**facts | changed)
 
@@ -90,7 +90,7 @@ def test_tables_show_each_part_thrice_and_reasons_of_failures() -> None:
     failed = document | {"layout": "dp2-mb64", "measured": None, "failed": "Out of memory. 80 GiB."}
     text = rendered(layouts_table([failed, document], "tokens/s/GPU"), *side_by_side(document))
     lines = {" ".join(line.split()) for line in text.splitlines()}
-    assert "dp2-mb1 125 4.0 s 0.0% 25.0% 40 B" in lines
+    assert "dp2-mb1 125 4.0 s 0.0% 25.0% 99 B" in lines
     assert "dp2-mb64: Out of memory. 80 GiB." in lines
     assert "weights 20 B 10 B 10 B +100.0% +0.0%" in lines
     assert "logits 7 B 0 B 0 B +7 B" in lines
