@@ -5,6 +5,7 @@ Cases marked `needs` read the files with the tools' own classes: scripts/export_
 
 import importlib
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -161,7 +162,8 @@ def started(to: str, fields: dict[str, Any], number: int, folder: Path) -> subpr
     }
     copied |= {one["path"]: one["local_path"] for one in fields.get("files", [])}
     for path, source in copied.items():
-        (folder / path).symlink_to(source)
+        (folder / path).parent.mkdir(exist_ok=True)
+        shutil.copy(source, folder / path)
     variables = dict(zip(MACHINES[to], ("2", str(number), "127.0.0.1", "0"), strict=True))
     variables |= fields["envs"] if to == "sky" else dict(text.split("=", 1) for text in fields["env"])
     line = fields["run"] if to == "sky" else " && ".join(fields["commands"])
