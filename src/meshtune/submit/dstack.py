@@ -5,7 +5,6 @@ that the run has time to save.
 """
 
 import json
-import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -57,7 +56,7 @@ def files(job: "Job", options: Mapping[str, Any]) -> dict[str, str]:
     problems += lost(job, mounts, f"set cluster.storage, or mount a volume there by {SETTING}.volumes")
     if problems:
         raise UserError(problems)
-    copied = [{"local_path": os.path.abspath(path), "path": path} for path in inputs(job, mounts)]
+    copied = [{"local_path": file, "path": name} for name, file in inputs(job, mounts).items()]
     stop = ["timeout", "--foreground", "--preserve-status", "--signal=USR1", str((limit or 0) - job.margin)]
     fields |= {
         "files": [*copied, *fields["files"]],
@@ -182,7 +181,9 @@ def status(job: str) -> str:
 
 def logs(job: str) -> Iterator[str]:
     """Yield the lines of the first machine's log."""
-    yield from dstack("logs", job).splitlines()
+    if not (text := dstack("logs", job)):
+        raise UserError(f"The run {job} has written no log yet. {status(job)}")
+    yield from text.splitlines()
 
 
 def cancel(job: str) -> str:

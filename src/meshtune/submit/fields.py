@@ -1,14 +1,15 @@
 """Engines that read one YAML file: our fields, those of the user laid over them, and the checks of both."""
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from glob import glob
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from meshtune.config import SETTINGS, Config
+from meshtune.data.files import matches
 from meshtune.errors import UserError, expanded, type_name, written
 from meshtune.filesystem import texts
 from meshtune.launch.client import client_output
@@ -27,18 +28,23 @@ def name_of(job: "Job") -> str:
     return job.name if re.match("[a-z].", job.name) else f"run-{job.name}"[:40].rstrip("-")
 
 
-def inputs(job: "Job", mounts: Iterable[str]) -> list[str]:
-    """Files and folders of this machine that the command names, but for those below `mounts`."""
+def inputs(job: "Job", mounts: Iterable[str]) -> dict[str, str]:
+    """Files of this machine that the command names, but for those below `mounts`: name there -> file here.
+
+    Files of folders are listed one by one: of folders the clients leave out what a .gitignore names.
+    """
     words = job.command[job.command.index("train") + 1 :]
     files = [word for word in words if "=" not in word]
     trees = [read_yaml(expanded(file), SETTINGS) for file in files]
     trees += [overridden({}, word) for word in words if "=" in word]
     named = [(text, key) for tree in trees for key, text in texts(tree) if key not in WRITTEN]
-    paths = [
-        str(expanded(text)) for text in (*files, *(one for one, key in named if is_path(one, key, Config)))
-    ]
-    here = [found for path in paths for found in ([path] if Path(path).exists() else sorted(glob(path)))]
-    return [path for path in dict.fromkeys(here) if not below(path, mounts)]
+    read = [expanded(text) for text in (*files, *(one for one, key in named if is_path(one, key, Config)))]
+    found = [path for one in read for path in ([one] if one.exists() else matches(one))]
+    names = [
+        str(file) for path in found for file in (sorted(path.rglob("*")) if path.is_dir() else [path])
+        if file.is_file() and not re.search(r"/\.", str(file.relative_to(path.parent)))
+    ]  # fmt: skip
+    return {name: os.path.realpath(name) for name in names if not below(name, mounts)}
 
 
 def below(path: str, folders: Iterable[str]) -> bool:

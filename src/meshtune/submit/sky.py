@@ -52,11 +52,11 @@ def files(job: "Job", options: Mapping[str, Any]) -> dict[str, str]:
     problems += [*checked(job, fields)]
     problems += lost(job, mounts, f"set cluster.storage=s3://BUCKET, or mount a volume by {SETTING}.volumes")
     problems += [
-        f"{path}: SkyPilot copies no path with a space; rename it." for path in copied if " " in path
+        f"{name}: SkyPilot copies no path with a space; rename it." for name in copied if " " in name
     ]
     if problems:
         raise UserError(problems)
-    places = {os.path.normpath(os.path.join(WORKDIR, path)): os.path.abspath(path) for path in copied}
+    places = {os.path.normpath(os.path.join(WORKDIR, name)): file for name, file in copied.items()}
     comments = [
         *job.comments,
         "SkyPilot has no time limit, and sends no stop signal: the machines are kept until the run ends.",

@@ -5,6 +5,8 @@ Cases marked `needs` read the files with the tools' own classes: scripts/export_
 
 import importlib
 import os
+import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -153,7 +155,9 @@ MACHINES = {  # what each sets on a machine
 }
 
 
-def started(to: str, fields: dict[str, Any], number: int, folder: Path) -> subprocess.Popen[str]:
+def started(
+    to: str, fields: dict[str, Any], number: int, folder: Path, port: int = 1
+) -> subprocess.Popen[str]:
     """A process that is started as on a machine, in a folder with the files that were copied to it."""
     folder.mkdir()
     copied = {
@@ -161,8 +165,10 @@ def started(to: str, fields: dict[str, Any], number: int, folder: Path) -> subpr
     }
     copied |= {one["path"]: one["local_path"] for one in fields.get("files", [])}
     for path, source in copied.items():
-        (folder / path).symlink_to(source)
+        (folder / path).parent.mkdir(exist_ok=True)
+        shutil.copy(source, folder / path)
     variables = dict(zip(MACHINES[to], ("2", str(number), "127.0.0.1", "0"), strict=True))
+    variables["MASTER_PORT"] = str(port)  # this machine has other tests
     variables |= fields["envs"] if to == "sky" else dict(text.split("=", 1) for text in fields["env"])
     line = fields["run"] if to == "sky" else " && ".join(fields["commands"])
     return subprocess.Popen(["sh", "-c", line], cwd=folder, env={**os.environ, **variables}, text=True,
@@ -192,7 +198,9 @@ def test_the_command_trains_on_two_machines(to: str, tmp_path: Path, monkeypatch
         "mount": "",
     }
     fields = settings_of(to, (SKY if to == "sky" else DSTACK)[1], volume[to], job=job)[1]
-    machines = [started(to, fields, number, tmp_path / f"{number}") for number in range(2)]
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    machines = [started(to, fields, number, tmp_path / f"{number}", port) for number in range(2)]
     said = [machine.communicate(timeout=300)[0] for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], said
     assert RunDir(output).rows("train")[-1]["step"] == 4
