@@ -348,9 +348,12 @@ def test_a_run_that_events_stop_again_and_again_ends_bit_for_bit(
         wait_until(lambda done=done: parts.exists() and len(losses(parts)) > done + 12, seconds=500)
         print(f"{kind} after step {len(losses(parts))}", flush=True)
         stop_by(slurm, kind, job)
-    wait_until(lambda: shown(slurm, job, "JobState") not in ("RUNNING", "PENDING", "COMPLETING"), seconds=900)
+    wait_until(
+        lambda: shown(slurm, job, "JobState") not in ("RUNNING", "PENDING", "COMPLETING"),
+        seconds=900 + 120 * EVENTS,
+    )
     other = submitted(slurm, tmp_path, [*words, f"output={whole}"])
-    wait_until(lambda: shown(slurm, other, "JobState") == "COMPLETED", seconds=900)
+    wait_until(lambda: shown(slurm, other, "JobState") == "COMPLETED", seconds=900 + 120 * EVENTS)
     assert losses(parts) == losses(whole) and weights(parts) == weights(whole) != {}
 
 

@@ -466,16 +466,17 @@ def begin(run: RunDir, config: Config, plan: str, resumed: int | None, *, replac
 
 
 def check_seen(output: Path) -> None:
-    """Raise UserError, naming the machines, if one does not see what rank 0 writes where the run folder is to
-    be; every rank calls it, before models and data are loaded.
+    """Raise UserError, naming the machines, if one does not see what rank 0 writes into the run folder, or
+    where it is to be; every rank calls it, before models and data are loaded.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     with ExitStack() as stack:
 
         def file_of_rank_0() -> str:
+            folder = output if output.is_dir() else output.parent  # it may itself be what is mounted
             try:
-                output.parent.mkdir(parents=True, exist_ok=True)
-                return stack.enter_context(NamedTemporaryFile(prefix=".meshtune-", dir=output.parent)).name
+                folder.mkdir(parents=True, exist_ok=True)
+                return stack.enter_context(NamedTemporaryFile(prefix=".meshtune-", dir=folder)).name
             except OSError as error:
                 raise UserError(
                     f"output = {output} can't be written on {gethostname()}: {error.strerror}."

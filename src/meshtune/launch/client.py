@@ -20,7 +20,10 @@ def client_output(
     clause for a program that is missing. codes: exit codes of an answer.
     """
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=seconds, start_new_session=True)
+        done = subprocess.run(
+            words, capture_output=True, encoding="utf-8", errors="replace", timeout=seconds,
+            start_new_session=True,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise UserError(
             f"{words[0]} has not answered for {seconds:g} s; what it was asked to do may be done: look at "
@@ -29,5 +32,6 @@ def client_output(
     except OSError as error:
         raise UserError(f"{tool}'s {words[0]} can't be run: {error}. {remedy}.") from None
     if done.returncode not in codes:
-        raise UserError(f"{words[0]} refused: {' '.join((done.stderr.strip() or done.stdout).split())}")
+        said = " ".join((done.stderr.strip() or done.stdout).split())
+        raise UserError(f"{words[0]} refused: {said or f'exit code {done.returncode}'}")
     return done.stdout

@@ -51,15 +51,15 @@ def files(job: "Job", options: Mapping[str, Any]) -> dict[str, str]:
         str(volume.get("path")) if isinstance(volume, dict) else str(volume).partition(":")[2]
         for volume in fields["volumes"]
     ]
+    copied = inputs(job, mounts, problems)
     limit = seconds_of(fields["max_duration"])
     problems += [*checked(job, fields, limit)]
     problems += lost(job, mounts, f"set cluster.storage, or mount a volume there by {SETTING}.volumes")
     if problems:
         raise UserError(problems)
-    copied = [{"local_path": file, "path": name} for name, file in inputs(job, mounts).items()]
     stop = ["timeout", "--foreground", "--preserve-status", "--signal=USR1", str((limit or 0) - job.margin)]
     fields |= {
-        "files": [*copied, *fields["files"]],
+        "files": [*({"local_path": file, "path": name} for name, file in copied.items()), *fields["files"]],
         "env": [name if text is None else f"{name}={text}" for name, text in fields["env"].items()],
         "commands": [f"exec {shlex.join([*(stop if limit else ()), *job.command])}"],
     }
@@ -170,7 +170,7 @@ def send(folder: Path) -> str:
 def status(job: str) -> str:
     """Sentence on the state of a run."""
     if not (run := run_of(job)):
-        raise UserError(f"dstack knows no run {job}: it was never submitted, or is deleted.")
+        raise UserError(f"dstack has no run {job}: it was never submitted, or is deleted.")
     parts = [run["status_message"] or run["status"], f"{run['cost']:.2f} USD"]
     last = run.get("latest_job_submission") or {}
     if (code := last.get("exit_status")) is not None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from meshtune.addresses import has_secret, public
 from meshtune.config import Config
 from meshtune.errors import Table, UserError
 from meshtune.rundir import write_text_atomically
@@ -56,6 +57,18 @@ def files_of(config: Config, to: str, job: "Job") -> dict[str, str]:
             f"--elastic {job.least}:{job.machines}: {to} starts a job on one number of machines; give it by "
             f"--nodes, or use {' or '.join(ELASTIC)}."
         )
+    problems = [
+        f"{public(word)}: the file would have the secret of an address; leave that out, and give credentials "
+        "as variables of the machines."
+        for word in job.command
+        if has_secret(word)
+    ]
+    if to != "slurm" and job.mount and not job.mount.startswith("/"):
+        problems.append(
+            f"cluster.storage = {job.storage}: write the whole path, which is the same on all machines."
+        )
+    if problems:
+        raise UserError(problems)
     engine, options = ENGINES[to], getattr(config.cluster_config, to)
     return engine.files(job, options.model_dump() if isinstance(options, Section) else options)
 

@@ -19,7 +19,7 @@ from meshtune.yaml_tree import overridden, read_yaml
 if TYPE_CHECKING:
     from meshtune.submit.job import Job
 
-SECRET = "(?i)(TOKEN|SECRET|PASSWORD|_KEY|_KEY_ID)$"  # pattern of the names of secrets
+SECRET = "(?i)(TOKEN|SECRET|PASS(WORD|WD)?|KEY|KEY_ID|CREDENTIALS?)$"  # pattern of the names of secrets
 WRITTEN = ("output", "data.cache", "cluster.storage", "log.textfile_directory")  # paths that a run writes
 
 
@@ -28,17 +28,24 @@ def name_of(job: "Job") -> str:
     return job.name if re.match("[a-z].", job.name) else f"run-{job.name}"[:40].rstrip("-")
 
 
-def inputs(job: "Job", mounts: Iterable[str]) -> dict[str, str]:
+def inputs(job: "Job", mounts: Iterable[str], problems: list[str]) -> dict[str, str]:
     """Files of this machine that the command names, but for those below `mounts`: name there -> file here.
 
     Files of folders are listed one by one: of folders the clients leave out what a .gitignore names.
+    problems: gets a sentence for each of them with a name that means another file on the machines.
     """
     words = job.command[job.command.index("train") + 1 :]
     files = [word for word in words if "=" not in word]
-    trees = [read_yaml(expanded(file), SETTINGS) for file in files]
+    trees = [read_yaml(expanded(file), SETTINGS) for file in files if expanded(file).exists()]
     trees += [overridden({}, word) for word in words if "=" in word]
     named = [(text, key) for tree in trees for key, text in texts(tree) if key not in WRITTEN]
-    read = [expanded(text) for text in (*files, *(one for one, key in named if is_path(one, key, Config)))]
+    written_so = [*files, *(one for one, key in named if is_path(one, key, Config))]
+    read = [expanded(text) for text in written_so]
+    problems += [
+        f"{text} is {path} here, and the home folder or a variable is another on the machines: write {path}."
+        for text, path in zip(written_so, read, strict=True)
+        if re.match(r"~|.*\$", text) and (path.exists() or matches(path))
+    ]
     found = [path for one in read for path in ([one] if one.exists() else matches(one))]
     names = [
         str(file) for path in found for file in (sorted(path.rglob("*")) if path.is_dir() else [path])

@@ -39,6 +39,7 @@ PROCESS = 8  # GiB of a rank's process in host memory, without what the plan off
 MOST_MACHINES = 32  # that are tried where cluster.gpus sets no limit
 MOUNT = "/storage"  # where an object store is mounted
 LOCAL = ("python", "-m", "meshtune", "train")
+SET_HERE = re.compile(r"(output|cluster\.(slurm|sky|kubeflow|ray|dstack)(\..*)?)=")  # used by submit only
 LAYOUT = re.compile(r"layout(\.\w+)?=")  # a setting of the command line
 NAME = 40  # characters, as the strictest engine allows
 
@@ -169,8 +170,9 @@ def job_of(
     """
     bounds = bounds_of(by, budget)
     if nodes and bounds != NO_BOUNDS:
+        option = f"--elastic {least}:{nodes}" if least else f"--nodes {nodes}"
         raise UserError(
-            f"--nodes {nodes} sets the number of machines, and --by and --budget choose it; leave one out."
+            f"{option} sets the number of machines, and --by and --budget choose it; leave one out."
         )
     cluster, gpus = cluster_for(config), list[int | str]()
     if nodes and least:
@@ -432,4 +434,4 @@ def places(config: Config) -> tuple[str, dict[str, str], list[str]]:
 
 def repeated(words: Sequence[str]) -> list[str]:
     """The words of the command line without those that the job's command sets."""
-    return [word for word in words if not (LAYOUT.match(word) or word.startswith("output="))]
+    return [word for word in words if not (LAYOUT.match(word) or SET_HERE.match(word))]

@@ -105,22 +105,21 @@ def files(job: "Job", options: Mapping[str, Any]) -> dict[str, str]:
     ours, gpus = train_job(job, file, name), f"spec.trainer.resourcesPerNode.limits.{gpu_of(job)}"
     whole = laid(ours, options, [f"{SETTING}.{field}" for field in (*OURS, gpus)], SETTING, problems)
     spec, trainer = whole["spec"], whole["spec"]["trainer"]
-    env = trainer["env"] if sets(options, ("spec", "trainer", "env")) else []
-    patches = spec["runtimePatches"] if sets(options, ("spec", "runtimePatches")) else []
+    env = trainer["env"] if trainer["env"] is not ours["spec"]["trainer"]["env"] else []
+    patches = spec["runtimePatches"] if spec["runtimePatches"] is not ours["spec"]["runtimePatches"] else []
     mounts = [*({job.mount} - {""}), *(path for key, path in given.items() if key.endswith("mountPath"))]
     problems += [*refused(whole, env, patches), *lost(job, options, mounts)]
     problems += [
         f"{path} is on this machine, and the pods don't see it: copy it below "
         f"{' or '.join(mounts) or 'a volume'}, and name it there."
-        for path in inputs(job, mounts)
+        for path in inputs(job, mounts, [])
         if path != file
     ]
-    problems += [
-        f"{name}: everyone in the cluster could read the secret of an address in it; leave that out, and "
-        f"give credentials as variables ({ENV} with valueFrom: secretKeyRef)."
-        for name, content in ((file, text), *((word, word) for word in job.command))
-        if has_secret(content)
-    ]
+    if has_secret(text):
+        problems.append(
+            f"{file}: everyone in the cluster could read the secret of an address in it; leave that out, and "
+            f"give credentials as variables ({ENV} with valueFrom: secretKeyRef)."
+        )
     if problems:
         raise UserError(problems)
     variables = {item["name"]: item for item in (*ours["spec"]["trainer"]["env"], *env)}
@@ -275,7 +274,7 @@ def cancel(job: str) -> str:
     namespace, name = at(job)
     both = (f"trainjob/{name}", f"configmap/{CONFIG_MAP.format(name)}")
     if not kubectl("delete", namespace, "--ignore-not-found", "--wait=false", "--output=name", *both):
-        raise UserError(f"Kubernetes knows no TrainJob {job}: it was never submitted here, or is deleted.")
+        raise UserError(f"Kubernetes has no TrainJob {job}: it was never submitted here, or is deleted.")
     return (
         f"Kubeflow's TrainJob {job} is deleted, with its log: a run that has begun saves a checkpoint first."
     )

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from meshtune.errors import UserError, did_you_mean, nearest
+from meshtune.errors import UserError, did_you_mean, nearest, written
 from meshtune.launch.client import client_output
-from meshtune.yaml_tree import merge
+from meshtune.submit.fields import inputs, laid, secrets, text_of
+from meshtune.units import counted
 
 if TYPE_CHECKING:
     from meshtune.submit.job import Job
@@ -30,20 +31,25 @@ OURS = ("entrypoint", "submission_id", "job_id")
 
 def files(job: "Job", options: Mapping[str, Any]) -> dict[str, str]:
     """The job as Ray's client reads it. options: cluster.ray. Raises UserError, with all problems at once."""
-    check(job, options)
-    bundle = {"CPU": job.cpus} | ({} if job.processor else {"GPU": job.gpus}) | options.get("bundle", {})
-    here = Path.cwd()
+    problems, here = [*checked(job, options)], Path.cwd()
+    gpus = {} if job.processor else {"GPU": job.gpus}
+    given = options.get("bundle")
+    bundle = {"CPU": job.cpus} | gpus | (dict(given) if isinstance(given, Mapping) else {})
+    if bundle.get("GPU", 0) != gpus.get("GPU", 0) or None in bundle.values():
+        has = counted(gpus.get("GPU", 0), "GPU")
+        problems.append(f"cluster.ray.bundle = {written(given)}: a machine of the plan has {has}.")
+    problems += [
+        f"{name} is neither in {here}, which Ray copies, nor below cluster.storage: move it there."
+        for name in inputs(job, [job.mount] if job.mount else [], problems)
+        if not Path(os.path.abspath(name)).is_relative_to(here)
+    ]
     shared = bool(job.mount) and here.is_relative_to(job.mount)
     words = {
         "machines": job.machines, "ranks": job.gpus, "bundle": json.dumps(bundle), "margin": job.margin,
         "wait": WAIT, "output": job.output, **({"folder": here} if shared else {}),
     }  # fmt: skip
-    driver = [
-        "python",
-        "-m",
-        "meshtune.submit.ray_driver",
-        *(f"--{name}={word}" for name, word in words.items()),
-    ]
+    driver = ["python", "-m", "meshtune.submit.ray_driver"]
+    driver += [f"--{name}={word}" for name, word in words.items()]
     variables = {
         **job.environment,
         "OMP_NUM_THREADS": str(job.cpus // job.gpus),  # of a rank; Ray would set that of the machine
@@ -54,49 +60,45 @@ def files(job: "Job", options: Mapping[str, Any]) -> dict[str, str]:
         "runtime_env": {"env_vars": variables, **({} if shared else {"working_dir": "."})},
         "metadata": {"name": job.name},
     }
-    request = merge(ours, {name: value for name, value in options.items() if name != "bundle"})
+    theirs = {name: value for name, value in options.items() if name not in ("bundle", *OURS)}
+    request = laid(ours, theirs, (), "cluster.ray", problems)
+    environ, remedy = request["runtime_env"]["env_vars"], "set it where Ray's nodes are started"
+    problems += secrets(environ, "cluster.ray.runtime_env.env_vars", remedy)
+    if problems:
+        raise UserError(problems)
     copied = (
         "Files: Ray copies this folder (up to 512 MiB, without what .gitignore excludes) to the machines."
     )
     comments = [
-        "Written by `meshtune submit --to ray`; its next call writes it anew.", *job.comments,
+        *job.comments,
         f"Files: all machines see {here}, where the run starts." if shared else copied,
         f"Ray has no time limit; a job that is stopped has {job.margin} s to save.",
-    ]  # fmt: skip
-    text = yaml.safe_dump(request, sort_keys=False, allow_unicode=True, width=10**6)
-    return {FILE: "".join(f"# {line}\n" for line in comments) + text}
+    ]
+    return {FILE: text_of("ray", comments, request)}
 
 
-def check(job: "Job", options: Mapping[str, Any]) -> None:
-    """Raise UserError for fields of cluster.ray that Ray does not have or the job sets itself, and for a
+def checked(job: "Job", options: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each field of cluster.ray that Ray does not have or the job sets itself, and for a
     folder that the machines do not share.
     """
-    problems = [
-        f"cluster.ray.{name} is set by meshtune submit; leave it out." for name in OURS if name in options
-    ]
-    problems += [
-        f"cluster.ray.{name} is not a field of a job of Ray{did_you_mean(nearest(name, FIELDS))}"
-        for name in options
-        if name not in (*FIELDS, *OURS)
-    ]
-    problems += [
-        f"cluster.ray.{name} = {options[name]}: write a mapping."
-        for name in ("bundle", *JSON)
-        if not isinstance(options.get(name, {}), Mapping)
-    ]
+    for name, value in options.items():
+        if name in OURS:
+            yield f"cluster.ray.{name} is set by meshtune submit; leave it out."
+        elif name not in FIELDS:
+            yield f"cluster.ray.{name} is not a field of a job of Ray{did_you_mean(nearest(name, FIELDS))}"
+        elif name in ("bundle", *JSON[2:]) and not isinstance(value, Mapping):
+            yield f"cluster.ray.{name} = {written(value)}: write a mapping."
     if "://" in job.storage:
-        problems.append(
+        yield (
             f"cluster.storage = {job.storage}: Ray mounts no object store; name a folder that all nodes see."
         )
     elif not job.output.startswith("/"):
-        problems.append(
+        yield (
             f"output = {job.output} would be in Ray's copy of this folder, which is deleted; set "
             "cluster.storage, or name a whole path on storage that all nodes see."
         )
     if job.jobs > 1:
-        problems.append("cluster.time_limit: a job of Ray has no time limit; leave it out.")
-    if problems:
-        raise UserError(problems)
+        yield "cluster.time_limit: a job of Ray has no time limit; leave it out."
 
 
 def send(folder: Path) -> str:

@@ -42,21 +42,28 @@ def files(job: "Job", options: Mapping[str, Any]) -> dict[str, str]:
     """The task. options: cluster.sky. Raises UserError with all problems of the two."""
     problems: list[str] = []
     fields = laid(task(job), options, FIXED, SETTING, problems)
+    if "instance_type" in fields["resources"] and "accelerators" not in options["resources"]:
+        fields["resources"].pop("accelerators", None)  # which it has
     own = str(fields["resources"].get("infra", "")).split("/")[0].lower() in OWN
     mounts = [*fields["volumes"], *([job.mount] if own and job.mount else [])]
     mounts += [
         path for path, store in fields["file_mounts"].items()
         if isinstance(store, dict) and str(store.get("mode")).upper() != "COPY"
     ]  # fmt: skip
-    copied = inputs(job, mounts)
+    copied = inputs(job, mounts, problems)
     problems += [*checked(job, fields)]
     problems += lost(job, mounts, f"set cluster.storage=s3://BUCKET, or mount a volume by {SETTING}.volumes")
     problems += [
         f"{name}: SkyPilot copies no path with a space; rename it." for name in copied if " " in name
     ]
+    places = {os.path.normpath(os.path.join(WORKDIR, name)): file for name, file in copied.items()}
+    problems += [
+        f"{file} is too far above the current folder for SkyPilot's {WORKDIR}; name it by its whole path."
+        for place, file in places.items()
+        if place[0] not in "~/"
+    ]
     if problems:
         raise UserError(problems)
-    places = {os.path.normpath(os.path.join(WORKDIR, name)): file for name, file in copied.items()}
     comments = [
         *job.comments,
         "SkyPilot has no time limit, and sends no stop signal: the machines are kept until the run ends.",
@@ -82,9 +89,9 @@ def task(job: "Job") -> dict[str, Any]:
 def checked(job: "Job", fields: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each field with which the job can't run."""
     resources = fields["resources"]
-    given = resources.get("accelerators", [])
+    given = resources.get("accelerators") or []
     pairs = [f"{name}:{number or 1}" for name, number in given.items()] if isinstance(given, dict) else given
-    texts = [pairs] if isinstance(pairs, str) else pairs
+    texts = [*map(str, pairs if isinstance(pairs, list) else [pairs])]
     if not (job.processor or texts or "instance_type" in resources):
         yield (
             f"cluster.gpu = {job.gpu}: its name in SkyPilot isn't known here; set {RESOURCES}.accelerators="
@@ -123,7 +130,9 @@ def send(folder: Path) -> str:
     # The first job of a user starts the machine of SkyPilot's controller.
     answer = sky("launch", "--yes", "--detach-run", *here, str(folder / FILE), seconds=1800)
     if not (found := re.search(r"Managed Job ID: (\d+)", answer)):
-        raise UserError(f"sky has not named its job; look at `sky jobs queue`: {' '.join(answer.split())}")
+        raise UserError(
+            f"sky printed no number of its job; look at `sky jobs queue`: {' '.join(answer.split())}"
+        )
     return found[1]
 
 
@@ -133,7 +142,7 @@ def status(job: str) -> str:
     rows = json.loads(answer[answer.find("[") :])
     row = next((row for row in rows if str(row["job_id"]) == job), None)
     if row is None:
-        raise UserError(f"SkyPilot knows no job {job} of yours; `sky jobs queue --all` has all.")
+        raise UserError(f"SkyPilot has no job {job} of yours; `sky jobs queue --all` has all.")
     parts = [f"{row['status']}, {duration(row.get('job_duration') or 0)}"]
     parts += [f"started again {counted(row['recovery_count'], 'time')}"] if row.get("recovery_count") else []
     parts += [row["failure_reason"].rstrip(".")] if row.get("failure_reason") else []

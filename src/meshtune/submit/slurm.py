@@ -149,7 +149,7 @@ def status(job: str) -> str:
         return f"Slurm's job {job} is {state}: {ran} of {limit}, {where}{progress}."
     if state := state_of(job):
         return f"Slurm's job {job} has ended: {state}."
-    raise UserError(f"Slurm knows no job {job}: it was never submitted here, or is forgotten.")
+    raise UserError(f"Slurm has no job {job}: it was never submitted here, or is forgotten.")
 
 
 def logs(job: str) -> Iterator[str]:

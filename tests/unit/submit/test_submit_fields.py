@@ -85,6 +85,19 @@ def test_fields_that_break_the_job_are_refused_all_at_once(to: str, folder: Path
         settings_of(to, *WRONG[to])
 
 
+def test_names_that_mean_another_file_there_and_secrets_of_addresses_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    for words in (["data.train=~/data/rows.jsonl"], ["data.train=https://me:word@host/rows.jsonl"]):
+        with refuses(UserError):
+            settings_of("sky", *SKY, *words)
+    with refuses(UserError):
+        settings_of("dstack", *DSTACK, "cluster.storage=shared/me")
+    of_type = settings_of("sky", *SKY, "cluster.sky.resources={instance_type: p5.48xlarge}")[1]
+    assert "accelerators" not in of_type["resources"]
+
+
 def test_kinds_that_an_engine_does_not_know_ask_for_the_users_field() -> None:
     assert {*sky.NAMES, *dstack.NAMES} <= catalogue().keys()
     for to, words in (("sky", SKY), ("dstack", DSTACK)):

@@ -48,6 +48,9 @@ def test_what_a_job_sets_itself_and_folders_that_nodes_do_not_share_are_refused(
         job_file("cluster.ray={entrypoint: x, adress: y, runtime_env: z}", "cluster.time_limit=20min")
     with refuses(UserError):
         job_file("cluster.storage=s3://bucket")
+    with refuses(UserError):
+        fields = "{bundle: {GPU: 4}, runtime_env: {env_vars: {HF_TOKEN: hf_1}}}"
+        job_file(f"cluster.ray={fields}", "output=/data/sft")
 
 
 @pytest.fixture

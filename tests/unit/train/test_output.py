@@ -362,6 +362,10 @@ def test_a_machine_that_does_not_see_the_run_folder_is_named_before_models_are_l
     assert run_ranks(2, checked, run, False, forked=True) == ["", ""] and not [*run.parent.iterdir()]
     said = run_ranks(2, checked, run, True, forked=True)
     assert said[0] == said[1] and "node1 can't see what rank 0 on node0 writes" in said[0]
+    run.mkdir()  # it may be what is mounted, with nothing next to it
+    run.parent.chmod(0o500)
+    assert run_ranks(2, checked, run, False, forked=True) == ["", ""] and not [*run.iterdir()]
+    run.parent.chmod(0o700)
     (tmp_path / "file").touch()
     said = run_ranks(2, checked, tmp_path / "file" / "sft", False, forked=True)
     assert said[0] == said[1] and "can't be written on node0" in said[0]
