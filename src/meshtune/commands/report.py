@@ -49,8 +49,8 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Draw a page: of a run, of several runs compared, of a sweep, or of plans."""
-    pictures_at = pictures_to(plot, width)
     with working(f"reading {few([*map(str, paths)])} and drawing the page") as count:
+        pictures_at = pictures_to(plot, width)
         document, default = page_of([expanded(path) for path in paths], by, color)
         file = expanded(out) if out else default
         write_text_atomically(file, document.html())

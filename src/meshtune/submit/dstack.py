@@ -94,7 +94,7 @@ def task(job: "Job") -> dict[str, Any]:
         },
         "volumes": [{"instance_path": job.mount, "path": job.mount}] if job.mount else [],
         "retry": {"on_events": ["no-capacity", "interruption"]},
-        "max_duration": f"{job.limit}s", "stop_duration": f"{job.margin}s",
+        "max_duration": f"{job.limit}s",
     }  # fmt: skip
 
 

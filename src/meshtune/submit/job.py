@@ -134,7 +134,7 @@ class Job:
             f"{self.size}, {self.cpus} CPUs and {self.memory} GiB each. Layout {self.layout}.",
             *self.why,
             f"Time: {time}{several}. At most: {', '.join(map(str, self.parts))}.",
-            f"Stop signal: {self.margin} s before the limit, for a step and a checkpoint.",
+            f"A stop needs {self.margin} s, for a step and a checkpoint.",
             *(f"Price: {clause}." for clause in price),
             *(f"Assumed: {sentence}" for sentence in self.assumed),
         ]
@@ -198,7 +198,7 @@ def job_of(
     tried = ", ".join(str(one.choice.cluster.gpus) for one in answers)
     rule = "shortest" if budget else "cheapest"
     clause = bounds.clause(cluster.currency, several=True)
-    why = f"the {rule} of the runs on {tried} GPUs that keep the bounds ({clause})"
+    why = f"the {rule} of the runs on {tried} GPUs that are expected to keep the bounds ({clause})"
     jobs = [made(config, one, words, why) for one in answers]
     within = [job for job in jobs if not job.over(bounds)]
     if not within:

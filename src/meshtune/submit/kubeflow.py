@@ -107,8 +107,11 @@ def files(job: "Job", options: Mapping[str, Any]) -> dict[str, str]:
     spec, trainer = whole["spec"], whole["spec"]["trainer"]
     env = trainer["env"] if trainer["env"] is not ours["spec"]["trainer"]["env"] else []
     patches = spec["runtimePatches"] if spec["runtimePatches"] is not ours["spec"]["runtimePatches"] else []
-    mounts = [*({job.mount} - {""}), *(path for key, path in given.items() if key.endswith("mountPath"))]
-    problems += [*refused(whole, env, patches), *lost(job, options, mounts)]
+    # A runtime that the user names may mount the storage.
+    mounted = job.storage.startswith(CLAIM) or (job.mount and sets(options, ("spec", "runtimeRef")))
+    mounts = [path for key, path in given.items() if key.endswith("mountPath")]
+    mounts += [job.mount] if mounted else []
+    problems += [*refused(whole, env, patches), *lost(job, mounts)]
     problems += [
         f"{path} is on this machine, and the pods don't see it: copy it below "
         f"{' or '.join(mounts) or 'a volume'}, and name it there."
@@ -201,16 +204,14 @@ def refused(whole: Mapping[str, Any], env: Sequence[Any], patches: Sequence[Any]
             yield f"{ENV}: everyone in the cluster could read {name}; write valueFrom: {{secretKeyRef: …}}."
 
 
-def lost(job: "Job", options: Mapping[str, Any], mounts: Sequence[str]) -> Iterator[str]:
+def lost(job: "Job", mounts: Sequence[str]) -> Iterator[str]:
     """Yield a sentence for a storage that can't be mounted, or a run folder that is lost with the pods.
 
-    mounts: folders of volumes, and of the storage. A runtime that the user names may mount others.
+    mounts: folders of volumes, and of the storage where it is mounted.
     """
-    claimed = re.match(f"{CLAIM}[a-z0-9]", job.storage)
-    if "://" in job.storage and not claimed:
+    if "://" in job.storage and not re.match(f"{CLAIM}[a-z0-9]", job.storage):
         yield f"cluster.storage = {job.storage}: pods mount no object store; write {CLAIM}NAME of a claim."
         return
-    mounts = mounts if claimed or sets(options, ("spec", "runtimeRef")) else mounts[bool(job.mount) :]
     if not below(job.output, mounts):
         yield (
             f"output = {job.output} is lost with the pods, which keep only what is on a volume: set "
