@@ -32,7 +32,7 @@ from meshtune.study.sweep_file import Experiment
 BENCHED = (
     '{"layouts": [{"layout": "mb1-ga1", "failed": null, "predicted": null, "simulated": null, "measured": '
     '{"step_seconds": 0.5, "spread": 0.1, "tokens_per_second_per_gpu": 128.0, "mfu": null, "tokens": 64, '
-    '"memory": {"peak": 1000}}}]}'
+    '"peak_memory_bytes": 1000}}]}'
 )
 SCRIPTS = {
     "done": f"print('''{BENCHED}''')",
