@@ -184,7 +184,7 @@ def ended(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-@pytest.mark.parametrize("how", cases(["return", "raise", "kill"], ci=3))
+@pytest.mark.parametrize("how", cases(["return", "raise", "kill"], ci=1))
 def test_machines_run_as_one_and_the_one_that_failed_first_speaks(machines: Any, how: str) -> None:
     (first, out, err), (second, _, other) = map(ended, machines(how))
     if how == "return":
