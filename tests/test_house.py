@@ -30,7 +30,7 @@ WHOLE = {
     "lines of src": 81_057,  # 52,000
     "files of src": 371,  # 280
     "files in one folder of src": 22,  # 22
-    "lines of tests": 58_549,  # 36,000
+    "lines of tests": 58_558,  # 36,000
 }
 
 ATTEND = "the signature of core.attend_rows, which it stands in for on the ranks of cp"

@@ -4,10 +4,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from meshtune.rundir import RunDir
 
 
 @dataclass(frozen=True)
@@ -87,3 +91,15 @@ def end(process: "subprocess.Popen[str]", *, timeout: float = 240, code: int | N
         process.communicate()
         raise
     return Ended(process.returncode, out, err).checked(code)
+
+
+def wait_until(happened: Callable[[], object], *, seconds: float = 900) -> None:
+    until = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.2)
+
+
+def losses(run: Path) -> list[tuple[int, float, float]]:
+    """(Step, loss, gradient norm) of each step of a run."""
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in RunDir(run).rows("train")]

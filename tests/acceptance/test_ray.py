@@ -3,14 +3,13 @@
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command import Command, end
+from command import Command, end, losses, wait_until
 
 from meshtune.rundir import RunDir, saved_steps
 
@@ -37,17 +36,6 @@ def cluster() -> Iterator[Any]:
     made.nodes = [made.add_node(**NODE) for _ in range(2)]
     yield made
     made.shutdown()
-
-
-def wait_until(happened: Callable[[], object], *, seconds: float = 900) -> None:
-    until = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < until
-        time.sleep(0.2)
-
-
-def losses(run: Path) -> list[tuple[int, float, float]]:
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in RunDir(run).rows("train")]
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import Command, end
+from command import Command, end, losses, wait_until
 from tiny import short_run
 
 from meshtune.rundir import RunDir
@@ -62,17 +62,6 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
     yield run
     subprocess.run([SCRIPT, "stop", state], env=clean, check=True, timeout=60)
-
-
-def wait_until(happened: Callable[[], object], *, seconds: float = 300) -> None:
-    until = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < until
-        time.sleep(0.2)
-
-
-def losses(run: Path) -> list[tuple[int, float, float]]:
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in RunDir(run).rows("train")]
 
 
 def test_tasks_of_srun_and_torchrun_under_srun_train_as_one_rank(

@@ -65,7 +65,7 @@ def bench(
         check_new([out / str(layout) for layout in here.layouts] if out else [])
         for number, layout in enumerate(here.layouts, 1):
             log(f"bench {number} of {len(here.layouts)}: {layout} …")
-            done.append(here.beside(layout, steps, log))
+            done.append(here.predictions(layout, steps, log))
             rank = done[-1]["simulated"]["rank"]
             done[-1] |= here.run(layout, steps, limit, profile and profile / str(layout), rank)
             done[-1]["causes"] = why_slow(done[-1]) if done[-1]["measured"] else []
@@ -173,7 +173,7 @@ class Bench:
         )
         return run(trial, self.device, limit)
 
-    def beside(self, layout: Layout, steps: int, log: Log) -> Document:
+    def predictions(self, layout: Layout, steps: int, log: Log) -> Document:
         """The document of a layout before it has run: what is predicted and what the dry run simulates.
 
         steps: to be timed.

@@ -1,8 +1,8 @@
 """The job of Ray, and what its client answers; tests/acceptance/test_ray.py has a real cluster."""
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import typer
@@ -54,14 +54,9 @@ def test_what_a_job_sets_itself_and_folders_that_nodes_do_not_share_are_refused(
 
 
 @pytest.fixture
-def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Ray's program as a shell script; returns the file with the words of the last call."""
-    (tmp_path / "ray").write_text(f"#!/bin/sh{RAY}")
-    (tmp_path / "ray").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("CALLED", str(tmp_path / "called"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path / "called"
+def ray(clients: Any) -> Path:
+    """Ray's program; returns the file with the words of the last call."""
+    return clients({"ray": RAY})
 
 
 def run(*words: str) -> None:

@@ -1,7 +1,7 @@
 """The batch script, and what sbatch and squeue answer; tests/acceptance/test_slurm.py has a real Slurm."""
 
-import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -66,15 +66,9 @@ def test_options_that_a_job_sets_itself_and_object_stores_are_refused() -> None:
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Slurm's commands as shell scripts; returns the file with the words of the last call."""
-    for name, text in COMMANDS.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("CALLED", str(tmp_path / "called"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path / "called"
+def slurm(clients: Any) -> Path:
+    """Slurm's commands; returns the file with the words of the last call."""
+    return clients(COMMANDS)
 
 
 def run(*words: str) -> None:
