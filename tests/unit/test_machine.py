@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from golden import refuses
 from meshtune import launch
 from meshtune.errors import UserError
 from meshtune.launch.machine import ONLY, Machine
+from meshtune.launch.rank import announced_ranks
 
 SKY = {
     "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5",
@@ -122,6 +124,14 @@ def test_a_port_that_is_taken_is_named() -> None:
         assert door is not None
 
 
+def test_what_waits_for_the_first_machine_ends_with_the_ranks() -> None:
+    place = Machine(1, 2, 1, "127.0.0.1", 9).places(1, None)[0]
+    with announced_ranks(place, {place.rank: os.getpid()}, None):
+        assert "meshtune-announce" in {thread.name for thread in threading.enumerate()}
+    # One that is left in torch's client aborts the process at its end.
+    assert "meshtune-announce" not in {thread.name for thread in threading.enumerate()}
+
+
 SCRIPT = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
@@ -184,7 +194,7 @@ def ended(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-@pytest.mark.parametrize("how", cases(["return", "raise", "kill"], ci=1))
+@pytest.mark.parametrize("how", cases(["return", "raise", "kill"], ci=3))
 def test_machines_run_as_one_and_the_one_that_failed_first_speaks(machines: Any, how: str) -> None:
     (first, out, err), (second, _, other) = map(ended, machines(how))
     if how == "return":

@@ -32,6 +32,7 @@ from meshtune.units import duration, notice
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)  # until every rank has come, after its machine's image
 QUIET = timedelta(seconds=10)  # of waiting for them, before a line says for whom
+LOOK = 1.0  # seconds between looks for the store of another machine
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # long, since the main rank may prepare data, or save, meanwhile
 
 
@@ -331,13 +332,15 @@ def connect(place: Place, *, is_master: bool = False, **options: Any) -> Any:
     return PrefixStore(f"meshtune/start {start}", store)
 
 
-def announce_ranks(place: Place, pids: Mapping[int, int], door: socket.socket | None) -> Any:
-    """Write a first heartbeat of this machine's ranks, so that one that never comes is missed; returns the
-    store, where this process keeps it.
+@contextmanager
+def announced_ranks(place: Place, pids: Mapping[int, int], door: socket.socket | None) -> Iterator[None]:
+    """Write a first heartbeat of this machine's ranks, so that one that never comes is missed; keep the store
+    for the block if this process has it.
 
     place: of the first rank here. pids: rank -> process id. door: the socket of the store; None: the first
     machine has it, which may come later, so that a thread waits for it.
     """
+    over = threading.Event()
 
     def announce_to(store: Any) -> Any:
         for rank, pid in pids.items():
@@ -345,13 +348,28 @@ def announce_ranks(place: Place, pids: Mapping[int, int], door: socket.socket | 
         return store
 
     def wait() -> None:
-        with suppress(RuntimeError):  # not in time, or the run has ended: the ranks say so
-            announce_to(connect(place, timeout=RENDEZVOUS_TIMEOUT))
+        # By a socket of Python's: torch's client sleeps between its attempts, and a thread that is still in
+        # there when the interpreter ends aborts the process.
+        while not over.wait(LOOK):
+            with suppress(OSError), socket.create_connection((place.address, place.port), LOOK):
+                break
+        with suppress(RuntimeError):  # the run has ended: the ranks say so
+            if not over.is_set():
+                announce_to(connect(place, timeout=QUIET))
 
-    if door is not None:
-        return announce_to(connect(place, is_master=True, master_listen_fd=door.detach()))
-    threading.Thread(target=wait, name="meshtune-announce", daemon=True).start()
-    return None
+    thread = threading.Thread(target=wait, name="meshtune-announce", daemon=True)
+    store = None
+    if door is None:
+        thread.start()
+    else:
+        store = announce_to(connect(place, is_master=True, master_listen_fd=door.detach()))
+    try:
+        yield
+    finally:
+        over.set()
+        if door is None:
+            thread.join()
+        del store
 
 
 def cores() -> int:

@@ -31,7 +31,7 @@ from meshtune.launch.failure import (
 )
 from meshtune.launch.machine import ONLY, Machine, machine_of
 from meshtune.launch.place import Place, place_of, reachable_address, refuse_batch_script
-from meshtune.launch.rank import Rank, RankLog, announce_ranks, process_group
+from meshtune.launch.rank import Rank, RankLog, announced_ranks, process_group
 from meshtune.launch.signals import to_handle
 from meshtune.launch.watch import HangLimits
 from meshtune.streams import flush, guard
@@ -149,12 +149,11 @@ def run_here(
                 starter.submit(process.start).result()
             # After the forks, which must not copy the store's thread; until then the socket queues the ranks.
             pids = {place.rank: process.pid or 0 for place, process in zip(places, processes, strict=True)}
-            store = announce_ranks(places[0], pids, door)
             claim = MachineClaim(machine, places[0], folder, limits.grace)
-            with forwarded_signals(processes) as received:
-                ended = wait_for(processes, limits.grace, claim.make)
-            claim.linger(received)
-            del store
+            with announced_ranks(places[0], pids, door):
+                with forwarded_signals(processes) as received:
+                    ended = wait_for(processes, limits.grace, claim.make)
+                claim.linger(received)
         finally:
             for process in processes:
                 if process.is_alive():
