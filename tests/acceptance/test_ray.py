@@ -40,15 +40,20 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture
 def submitted(
-    cluster: Any, meshtune: Command, settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    cluster: Any,
+    meshtune: Command,
+    settings: Settings,
+    tiny: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> Callable[..., tuple[str, Callable[[str], str]]]:
     """(Name of the job, function to ask for it), of a run on two machines of a rank."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
 
-    def submit(*words: str) -> tuple[str, Callable[[str], str]]:
+    def submit(*words: str, layout: str = "zero3x2") -> tuple[str, Callable[[str], str]]:
         ray = (f"cluster.ray.address=http://{cluster.webui_url}", "cluster.ray.bundle={CPU: 1}")
-        words = (*settings("layout=zero3x2", *words), CLUSTER, *ray)
+        words = (*settings(f"layout={layout}", *words), CLUSTER, f"cluster.storage={tiny}", *ray)
         job = meshtune("submit", *words, "--to", "ray", "--json").json["job"]
         return job, lambda command: meshtune("submit", command, job).out
 
@@ -89,3 +94,21 @@ def test_a_stopped_job_saves_and_the_next_one_resumes(submitted: Any, tmp_path: 
     wait_until(lambda: "succeeded" in ask("status"))
     assert len(losses(run)) == done + 2
     assert [row["resumed_from"] for row in RunDir(run).rows("run")][1:] == [done]
+
+
+def test_an_elastic_run_continues_in_another_layout_on_the_node_that_is_left(
+    cluster: Any, submitted: Any, meshtune: Command, settings: Settings, tmp_path: Path
+) -> None:
+    run, words = tmp_path / "run", ("train.max_steps=100", "checkpoint.every=5")
+    _, ask = submitted(*words, f"output={run}", "--elastic", "1:2", layout="auto")
+    wait_until(lambda: saved_steps(run / "checkpoints"))
+    cluster.remove_node(cluster.nodes.pop(), allow_graceful=False)
+    wait_until(lambda: "succeeded" in ask("status"))
+    two, one = RunDir(run).rows("run")
+    assert two["layout"] != one["layout"] and one["resumed_from"] >= 5
+    assert "the run starts on 1 machine." in ask("logs")
+    meshtune("train", *settings(*words, f"output={tmp_path / 'whole'}"))
+    assert [loss for _, loss, _ in losses(run)] == pytest.approx(
+        [loss for _, loss, _ in losses(tmp_path / "whole")], rel=1e-3
+    )
+    cluster.nodes.append(cluster.add_node(**NODE))

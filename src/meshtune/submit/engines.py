@@ -42,7 +42,7 @@ class Engine(Protocol):
         ...
 
 
-ELASTIC = ("slurm",)  # engines that start a job on more than one number of machines
+ELASTIC = ("slurm", "ray")  # engines that start a job on more than one number of machines
 ENGINES: Mapping[str, Engine] = Table(
     "--to", {"slurm": slurm, "sky": sky, "kubeflow": kubeflow, "ray": ray, "dstack": dstack}
 )

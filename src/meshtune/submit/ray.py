@@ -47,6 +47,7 @@ def files(job: "Job", options: Mapping[str, Any]) -> dict[str, str]:
     words = {
         "machines": job.machines, "ranks": job.gpus, "bundle": json.dumps(bundle), "margin": job.margin,
         "wait": WAIT, "output": job.output, **({"folder": here} if shared else {}),
+        **({"least": job.least} if job.least else {}),
     }  # fmt: skip
     driver = ["python", "-m", "meshtune.submit.ray_driver"]
     driver += [f"--{name}={word}" for name, word in words.items()]

@@ -6,7 +6,8 @@
 not used: it makes the process group itself, and runs training in a thread, where no signal can be handled.
 
     exit code 75    the run has saved: it is started again, unless Ray's job was asked to stop
-    lost machine    the other machines are stopped; started again once Ray has all machines
+    lost machine    the other machines are stopped; started again once Ray has all machines, or with --least
+                    the most that it has
     others          the job's exit code
 """
 
@@ -33,6 +34,7 @@ from meshtune.units import counted, duration, notice
 
 LOOK = 1.0  # seconds between looks at a machine's process
 SAID = 30.0  # seconds without machines after which the log has a line on it
+GATHER = 120.0  # seconds in which an elastic job's start waits for all machines, before it takes fewer
 ORDINARY = {"env_vars": {"RAY_worker_niceness": "0"}}  # priority; Ray's workers have the nice value 15
 FRUITLESS = 3  # starts in a row without a new checkpoint, after which the job ends
 
@@ -101,33 +103,55 @@ class Driver:
                 self.ray.util.remove_placement_group(group)  # and its actors
             if self.stop.requested or code not in (None, Interrupted.exit_code):
                 return Interrupted.exit_code if code is None else code
-            notice("meshtune: the run is started again, once Ray has all machines.")
+            notice("meshtune: the run is started again, once Ray has machines.")
 
     def placed(self) -> Any:
-        """A placement group with all machines; None if the job is stopped before. Raises UserError if Ray
-        does not have them in time.
+        """A placement group with all machines; of an elastic job, once Ray has had GATHER seconds for all,
+        with the most that it has, `least` or more. None if the job is stopped before. Raises UserError if
+        Ray does not have them in time.
         """
-        options, began, said = self.options, time.monotonic(), False
-        group = self.ray.util.placement_group([options.bundle] * options.machines, strategy="STRICT_SPREAD")
-        while not group.wait(LOOK):
-            waited = time.monotonic() - began
-            late = waited > options.wait
-            if late or (waited > SAID and not said):
-                nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
-                said, lacking = True, (
-                    f"Ray has not given {counted(options.machines, 'machine')} with {options.bundle} each "
-                    f"for {duration(waited)}. Its nodes have "
-                    f"{[{name: node.get(name, 0) for name in options.bundle} for node in nodes]}, other jobs "
-                    "included"
-                )  # fmt: skip
-                if not late:
-                    notice(f"meshtune: {lacking}. The job waits for {duration(options.wait)} at most.")
-            if late or self.stop.requested:
-                self.ray.util.remove_placement_group(group)
+        options, began = self.options, time.monotonic()
+        fewest = options.least or options.machines
+        patience = options.wait if fewest == options.machines else min(GATHER, options.wait)
+        while time.monotonic() < began + options.wait:
+            for machines in range(options.machines, fewest - 1, -1):
+                if group := self.group_of(machines, patience if machines == options.machines else LOOK):
+                    return group
                 if self.stop.requested:
                     return None
-                raise UserError(f"{lacking}. Add nodes or change cluster.ray.bundle, and submit again.")
+        raise UserError(
+            f"{self.lacking(fewest, options.wait)}. Add nodes or change cluster.ray.bundle, and submit again."
+        )
+
+    def group_of(self, machines: int, patience: float) -> Any:
+        """A placement group with the machines; None if Ray does not have them within `patience` seconds, or
+        if the job is stopped.
+        """
+        options, began, said = self.options, time.monotonic(), False
+        group = self.ray.util.placement_group([options.bundle] * machines, strategy="STRICT_SPREAD")
+        while not group.wait(LOOK):
+            waited = time.monotonic() - began
+            if waited > patience or self.stop.requested:
+                self.ray.util.remove_placement_group(group)
+                return None
+            if waited > SAID and not said:
+                said, until = True, f"waits for {duration(patience)} at most"
+                if options.least:
+                    until = f"starts on fewer, at least {options.least}, after {duration(patience)}"
+                notice(f"meshtune: {self.lacking(machines, waited)}. The job {until}.")
+        if options.least:
+            notice(f"meshtune: the run starts on {counted(machines, 'machine')}.")
         return group
+
+    def lacking(self, machines: int, waited: float) -> str:
+        """Clause on what Ray has, where it has not given the machines for that time in seconds."""
+        nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
+        bundle = self.options.bundle
+        return (
+            f"Ray has not given {counted(machines, 'machine')} with {bundle} each for {duration(waited)}. "
+            f"Its nodes have {[{name: node.get(name, 0) for name in bundle} for node in nodes]}, other jobs "
+            "included"
+        )
 
     def started(self, group: Any) -> int | None:
         """Start the run on all machines; returns its exit code, or None where a machine was lost."""
@@ -138,19 +162,21 @@ class Driver:
         )(Starter)  # fmt: skip
         starters = [
             actor.options(scheduling_strategy=strategy(group, placement_group_bundle_index=n)).remote()
-            for n in range(options.machines)
+            for n in range(group.bundle_count)
         ]
         try:
             places = ray.get([starter.machine.remote() for starter in starters])
             names = [name for name, *_ in places]
             self.check(ray.get(starters[0].newest.remote(options.output)))
             shared = {
-                "MESHTUNE_MACHINES": str(options.machines), "MESHTUNE_RANKS": str(options.ranks),
+                "MESHTUNE_MACHINES": str(group.bundle_count), "MESHTUNE_RANKS": str(options.ranks),
                 "MASTER_ADDR": places[0][1], "MASTER_PORT": str(places[0][2]),
             }  # fmt: skip
+            # One machine takes its ranks from --nproc, and its GPUs without.
+            words = [*options.words, f"--nproc={options.ranks}"] if options.least else options.words
             for n, starter in enumerate(starters):
                 variables = shared | {"MESHTUNE_MACHINE": str(n)}
-                ray.get(starter.start.remote(options.words, variables, options.folder))
+                ray.get(starter.start.remote(words, variables, options.folder))
         except ray.exceptions.RayActorError as error:
             notice(f"meshtune: a machine was lost: {reason_of(error)}")
             return None
@@ -217,8 +243,9 @@ def combined(codes: Mapping[int, int | None]) -> int | None:
 def main(words: Sequence[str] | None = None) -> int:
     """Run the driver; returns the job's exit code."""
     parser, kinds = ArgumentParser(description=__doc__), {"machines": int, "ranks": int, "bundle": json.loads}
-    for name, kind in (kinds | {"margin": float, "wait": float, "output": str, "folder": str}).items():
-        parser.add_argument(f"--{name}", type=kind, required=name != "folder")
+    kinds |= {"margin": float, "wait": float, "output": str, "folder": str, "least": int}
+    for name, kind in kinds.items():
+        parser.add_argument(f"--{name}", type=kind, required=name not in ("folder", "least"))
     parser.add_argument("words", nargs="+")
     options, ray = parser.parse_args(words), import_module("ray")
     ray.init(log_to_driver=False)

@@ -43,6 +43,12 @@ def test_the_job_asks_for_what_the_plan_needs(tmp_path: Path, monkeypatch: pytes
     assert f"--folder={tmp_path}" in below and "working_dir" not in below and "address: http://head" in below
 
 
+def test_an_elastic_job_names_its_fewest_machines_and_leaves_the_layout_open() -> None:
+    settings = config.load(None, [*RUN, "layout=auto", "output=/data/sft"])
+    text = files_of(settings, "ray", job_of(settings, ["run.yaml"], least=1, nodes=2))["job.yaml"]
+    assert "--machines=2 " in text and " --least=1 " in text and "layout=" not in text
+
+
 def test_what_a_job_sets_itself_and_folders_that_nodes_do_not_share_are_refused() -> None:
     with refuses(UserError):
         job_file("cluster.ray={entrypoint: x, adress: y, runtime_env: z}", "cluster.time_limit=20min")
