@@ -9,7 +9,8 @@ import importlib
 import inspect
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -37,8 +38,9 @@ class CallablePackage(ModuleType):
     """A package that is also a function: meshtune.train(…) is meshtune.api.train.train(…)."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        announce(self.__name__.rpartition(".")[2])
-        return self._function()(*args, **options)
+        with loading(self.__name__.rpartition(".")[2]):
+            function = self._function()
+        return function(*args, **options)
 
     def __getattr__(self, name: str) -> Any:
         if name == "__signature__":  # of inspect.signature and editors
@@ -56,20 +58,25 @@ class CallablePackage(ModuleType):
         return getattr(importlib.import_module(f"meshtune.api.{name}"), name)
 
 
-def announce(function: str) -> None:
-    """Print, on a terminal and in a notebook, what a function is about to load, for seconds."""
-    from meshtune.units import LOADING, on_first_rank, on_screen
+@contextmanager
+def loading(function: str) -> Iterator[None]:
+    """Show, on a terminal and in a notebook, what the block loads for a function, for seconds."""
+    from meshtune.units import LOADING, on_first_rank, on_screen, working
 
-    loads = function == "train" or (function in ("dryrun", "sweep") and "torch" not in sys.modules)
-    if loads and on_first_rank():
+    if function == "train" and on_first_rank():  # which then shows its parts
         on_screen(f"{LOADING[function]} …")
+    elif function in ("dryrun", "sweep") and "torch" not in sys.modules and on_first_rank():
+        with working(LOADING[function], on_screen):
+            yield
+        return
+    yield
 
 
 def __getattr__(name: str) -> Any:
     """Import what the name stands for."""
     if name in HOMES:
-        announce(name)
-        return getattr(importlib.import_module(HOMES[name]), name)
+        with loading(name):
+            return getattr(importlib.import_module(HOMES[name]), name)
     if name in PACKAGES:
         return importlib.import_module(f"meshtune.{name}")
     raise AttributeError(f"module 'meshtune' has no attribute {name!r}")

@@ -3,7 +3,7 @@
 import os
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import partial
@@ -30,7 +30,7 @@ from meshtune.study.runner import Devices, Progress, machine_facts, run_all
 from meshtune.study.slurm import cancel_unknown, check_sbatch, collect, follow, read_task, run_in_job, submit
 from meshtune.study.store import DOES_NOT_FIT, DONE, FINISHED, REFUSED, RUNNING, WAITING, Outcome, Store
 from meshtune.study.sweep_file import Experiment, SweepFile, read_sweep
-from meshtune.units import counted, on_screen
+from meshtune.units import counted, on_screen, working
 
 PLANNER = "planner"
 TIERS = (PLANNER, DRYRUN)  # values of --simulate
@@ -92,9 +92,9 @@ def sweep(
     the planner says do not fit. simulate: "planner" (or True) or "dryrun" instead of running them. jobs:
     experiments at once; None: one on a processor, all that fit on GPUs. slurm: submit them as job arrays, and
     collect. retry: statuses whose experiments are run again. log: as of `plan`. count: called with the number
-    of those predicted; None: `log` gets one line. Running out of memory, a crash, a refusal and a time-out
-    are results. Raises UserError for a bad file, and for a folder that another sweep writes; Interrupted at
-    Ctrl-C.
+    of those predicted; None: a terminal shows it, `log` gets one line. Running out of memory, a crash, a
+    refusal and a time-out are results. Raises UserError for a bad file, and for a folder that another sweep
+    writes; Interrupted at Ctrl-C.
     """
     simulate, log = PLANNER if simulate is True else simulate or None, log or on_screen
     check_options(simulate, retry, slurm=slurm, everything=everything, jobs=jobs)
@@ -312,9 +312,12 @@ def pending(
     predictions of the others; return the tasks of those that are to run, by number.
     """
     waiting = store.rows(WAITING, keys=experiments)
-    if waiting and count is None:
-        log(f"predicting {counted(len(waiting), 'experiment')} …")
-    verdicts = judge([experiments[row.key] for row in waiting], plan.run, here, count or silent)
+    predicting = f"predicting {counted(len(waiting), 'experiment')}"
+    on_terminal = count is None and waiting and log is on_screen
+    if waiting and count is None and not on_terminal:
+        log(f"{predicting} …")
+    with working(predicting, log) if on_terminal else nullcontext(count or silent) as count:
+        verdicts = judge([experiments[row.key] for row in waiting], plan.run, here, count)
     outcomes, known, tasks = {}, {}, {}
     for row, verdict in zip(waiting, verdicts, strict=True):
         known[row.number] = verdict.figures

@@ -2,12 +2,13 @@
 
 import os
 import sys
+from contextlib import nullcontext
 from typing import Annotated, Any
 
 import typer
 
 from meshtune.commands.options import AsJson, announce, log, show
-from meshtune.units import human
+from meshtune.units import PYTORCH, human, working
 
 
 def env(
@@ -16,7 +17,8 @@ def env(
 ) -> None:
     """Versions, devices, and what a model's family supports."""
     announce(model or "this machine")
-    description = environment(model)
+    with working(PYTORCH) if model else nullcontext():
+        description = environment(model)
     from rich.text import Text
 
     from meshtune.report.draw.document import Document

@@ -8,6 +8,7 @@ refuses it before it ranks (`tool_for`), by rules.py. Sentences of differences.t
 differently under the layouts that are left.
 """
 
+import os
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -16,12 +17,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshtune.config import Config
-from meshtune.errors import UserError, did_you_mean, nearest
+from meshtune.data.files import matches
+from meshtune.errors import UserError, did_you_mean, expanded, nearest
 from meshtune.layout import Layout
 from meshtune.length import in_steps
 from meshtune.placement.rules import sentences
 from meshtune.plan.programs import MESHTUNE, TOOLS, Tool
 from meshtune.rundir import write_text_atomically
+from meshtune.sections import Sources
+from meshtune.setting import is_template
 from meshtune.tools import exporters
 from meshtune.tools.planned import (
     Exported,
@@ -107,7 +111,7 @@ def export(
     train.total_tokens is written as the steps that it gives. Raises UserError for an unknown tool, and for a
     layout that it can't run, with every reason.
     """
-    tool, config = TOOLS[check_tool(name)], in_steps(config)
+    tool, config = TOOLS[check_tool(name)], with_whole_paths(in_steps(config))
     problems = [
         *setting_problems(tool, config, adapts_experts=adapts_experts),
         *sentences(rules_of(name, config, blocks, config.data.seq_len), layout),
@@ -120,6 +124,26 @@ def export(
     notes = [] if name in ("accelerate", "deepspeed") else row_notes(config.data, tool.title)
     lost = exporters.without_key(tool, plan)
     return replace(written, missing=(*written.missing, *differences(tool, plan), *notes, *lost))
+
+
+def with_whole_paths(config: Config) -> Config:
+    """The config with whole paths of the model, the rows and the template that are here: the command starts a
+    tool in the folder of its files.
+    """
+
+    def whole(path: str) -> str:
+        here = expanded(path)
+        return os.path.abspath(here) if here.exists() or matches(here) else path
+
+    def sources(several: Sources) -> Sources:
+        return tuple(source.model_copy(update={"path": whole(source.path)}) for source in several)
+
+    data, template = config.data, config.data.chat_template
+    changed: dict[str, Any] = {"train": sources(data.train), "eval": sources(data.eval)}
+    if template and not is_template(template):
+        changed["chat_template"] = whole(template)
+    model = config.model.model_copy(update={"name": whole(config.model.name)})
+    return config.model_copy(update={"model": model, "data": data.model_copy(update=changed)})
 
 
 def write(tool: Tool, exported: Exported, layout: Layout, folder: Path) -> Written:

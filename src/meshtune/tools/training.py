@@ -522,6 +522,17 @@ def named_template(value: Any, job: Job) -> Converted:
     return Converted({"data.chat_template": name}, "without the first line (Below is ...)" if alpaca else "")
 
 
+def end_token(value: Any, job: Job) -> Converted:
+    name = str(job.value("chat_template", default=""))
+    file = files("meshtune.data") / "templates" / f"{name}.jinja"
+    if file.is_file() and f"an answer ends with: {value}\n" in file.read_text("utf-8"):
+        raise NotNeeded(f"the template {name} ends answers with it, and makes it the tokenizer's eos token")
+    raise NoCounterpart(
+        "the tokenizer keeps its eos token, unless a built-in template has another end; change it "
+        "in the model's folder"
+    )
+
+
 def answer_tokens(value: Any, job: Job) -> dict[str, Any]:
     if value == 0:
         raise NotNeeded("0: no answers are written")
@@ -551,7 +562,7 @@ def elsewhere(setting: str, there: Any = None) -> Conversion:
 READ = (
     model_arguments, method, torchtune_modules, fp16, torchtune_dtype, least_rate, steps_per_epoch,
     weight_decay, plugins, torchtune_loss, thought_field, completion_only,
-    trains, packing_strategy, answer_tokens,
+    trains, packing_strategy, answer_tokens, end_token,
 )  # fmt: skip
 MADE = (
     attention_kernel, attention_switch, precision, beta, label_switch, labels_of_rows, elsewhere,
