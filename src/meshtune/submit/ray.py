@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from meshtune.errors import UserError, did_you_mean, nearest, written
-from meshtune.launch.client import client_output
+from meshtune.launch.client import client_output, id_in
 from meshtune.submit.fields import inputs, laid, secrets, text_of
 from meshtune.units import counted
 
@@ -115,23 +115,15 @@ def send(folder: Path) -> str:
         words.append(f"--{option}={json.dumps(value) if name in JSON else value}")
     at = f"@{address}" if address else ""
     answer = client(at, *words, "--", *entrypoint)
-    if not (found := re.search(r"Job '(.+?)' submitted", answer)):
-        raise UserError(f"ray job submit has not named its job: {' '.join(answer.split())}")
-    return f"{found[1]}{at}"
+    return id_in(answer, r"Job '(.+?)' submitted", "ray job list") + at
 
 
 def client(job: str, command: str, *words: str) -> str:
-    """Output of `ray job COMMAND`. job: as `send` returns it. Raises UserError, with the last line of Ray's
-    traceback.
-    """
+    """Output of `ray job COMMAND`. job: as `send` returns it."""
     address = job.partition("@")[2]
     options = [f"--address={address}"] if address else []
-    try:
-        return client_output("Ray", "ray", "job", command, *options, *words, look="ray job list")
-    except UserError as error:
-        said = re.sub(r"Traceback .*?(?=\w+(Error|Exception): (?!.*(Error|Exception): ))", "", str(error))
-        where = address or "the address of RAY_API_SERVER_ADDRESS"
-        raise UserError(f"{said.rstrip('.')}. Asked at {where}.") from None
+    where = {"": f"Asked at {address or 'the address of RAY_API_SERVER_ADDRESS'}."}
+    return client_output("Ray", "ray", "job", command, *options, *words, look="ray job list", remedies=where)
 
 
 def status(job: str) -> str:
@@ -144,9 +136,9 @@ def status(job: str) -> str:
     return f"Ray's job {number}: {state}{seen}."
 
 
-def logs(job: str) -> Iterator[str]:
-    """Yield the lines of a job's log."""
-    yield from client(job, "logs", job.partition("@")[0]).splitlines()
+def logs(job: str) -> str:
+    """Log of a job."""
+    return client(job, "logs", job.partition("@")[0])
 
 
 def cancel(job: str) -> str:
