@@ -95,7 +95,9 @@ class WithSubcommands(Command):
     subcommands: Mapping[str, Callable[..., None]] = {}
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        flags = [*takewhile(lambda word: word.startswith("-"), args)]  # --json explain LAYOUT
+        valued = {name for param in self.params if not getattr(param, "is_flag", True) for name in param.opts}
+        # --json explain LAYOUT, but not --write explain
+        flags = [*takewhile(lambda word: word.startswith("-") and word not in valued, args)]
         if args[len(flags) : len(flags) + 1] and args[len(flags)] in self.subcommands:
             args = [*args[len(flags) :], *flags]
         if not args or args[0] not in self.subcommands:

@@ -3,6 +3,7 @@
 `meshtune submit status JOB`, `logs` and `cancel` are sub-commands (SUBCOMMANDS).
 """
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -76,16 +77,10 @@ def machines_of(elastic: str | None, nodes: int | None) -> tuple[int | None, int
         return None, nodes
     if nodes is not None:
         raise UserError(f"--nodes {nodes} and --elastic {elastic} both set the machines; leave one out.")
-    least, _, most = elastic.partition(":")
-    if not (
-        least.isascii()
-        and least.isdigit()
-        and most.isascii()
-        and most.isdigit()
-        and 0 < int(least) < int(most)
-    ):
+    found = re.fullmatch("([1-9][0-9]*):([0-9]+)", elastic)
+    if found is None or int(found[1]) >= int(found[2]):
         raise UserError(f"--elastic {elastic}: write the fewest machines and the most, as in 2:4.")
-    return int(least), int(most)
+    return int(found[1]), int(found[2])
 
 
 def status(job: JobName) -> None:
@@ -98,11 +93,13 @@ def status(job: JobName) -> None:
 
 def logs(job: JobName) -> None:
     """Print the log of a job, as far as it is written."""
+    from meshtune.errors import UserError
     from meshtune.submit.engines import found
 
     engine, number = found(job)
-    for line in engine.logs(number):
-        print(line)
+    if not (text := engine.logs(number)):
+        raise UserError(f"The job {number} has written no log yet. {engine.status(number)}")
+    print(text, end="")
 
 
 def cancel(job: JobName) -> None:

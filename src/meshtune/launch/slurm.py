@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from meshtune.errors import UserError
@@ -13,9 +14,7 @@ COMMENT = "meshtune: "  # begins the comment of a job that has its run's progres
 PER_NODE = "gpus-per-node"  # option: a number, or kind:number
 
 
-def slurm_output(*words: str) -> str:
-    """Output of one of Slurm's commands. Raises UserError, with its words, if it is missing or fails."""
-    return client_output("Slurm", *words, look="squeue --me")
+slurm_output = partial(client_output, "Slurm", look="squeue --me")
 
 
 def long_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from meshtune import compat
 from meshtune.errors import UserError
 
-INSTALL = 'torchao multiplies 8-bit floats, and is not installed: pip install "meshtune[fp8]".'
+INSTALL = 'torchao multiplies 8-bit floats, and is not installed: pip install "torchao>=0.18".'
 
 
 class Fp8Linear(nn.Linear):

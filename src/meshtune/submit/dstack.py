@@ -8,13 +8,15 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from meshtune.errors import Interrupted, UserError, written
-from meshtune.submit.fields import asked, inputs, laid, lost, name_of, secrets, text_of
+from meshtune.launch.client import client_output, id_in
+from meshtune.submit.fields import GPUS, inputs, laid, lost, name_of, secrets, text_of
 from meshtune.units import counted
 
 if TYPE_CHECKING:
@@ -25,14 +27,6 @@ OURS = ("type", "nodes", "groups", "commands", "entrypoint", "retry.on_events")
 FIXED = tuple(f"{SETTING}.{name}" for name in OURS)
 ENDED = ("terminated", "failed", "done")
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800, "": 1}
-NAMES = {  # kind of our catalogue -> name and memory of the GPU
-    "a100-40": "A100:40GB", "a100-80": "A100:80GB", "h100-sxm": "H100:80GB", "h100-nvl": "H100NVL:94GB",
-    "h200": "H200:141GB", "h200-nvl": "H200NVL:141GB", "gh200": "GH200:96GB", "b200": "B200:180GB",
-    "gb200": "GB200:186GB", "b300": "B300:270GB", "gb300": "GB300:270GB", "mi300x": "MI300X:192GB",
-    "l40s": "L40S:48GB", "l4": "L4:24GB", "a10g": "A10G:24GB", "a6000": "A6000:48GB",
-    "rtx-3090": "RTX3090:24GB", "rtx-3090-ti": "RTX3090Ti:24GB", "rtx-4090": "RTX4090:24GB",
-    "rtx-5090": "RTX5090:32GB",
-}  # fmt: skip
 REMEDIES = {  # words in a refusal -> what to do
     "No default project": "Run `dstack login`, or `dstack project add`.",
     "CODE_UPLOAD_LIMIT": "Keep large files on a volume, or a machine's folder (cluster.storage).",
@@ -83,8 +77,8 @@ def variables(env: Any) -> Any:
 
 def task(job: "Job") -> dict[str, Any]:
     """The task without cluster.dstack, its command and the files to copy."""
-    gpu = {"gpu": 0} if job.processor else {}
-    gpu |= {"gpu": f"{NAMES[job.gpu]}:{job.gpus}"} if not job.processor and job.gpu in NAMES else {}
+    known = {"gpu": f"{GPUS[job.gpu][1]}:{job.gpus}"} if job.gpu in GPUS else {}
+    gpu = {"gpu": 0} if job.processor else known
     return {
         "type": "task", "name": name_of(job), "nodes": job.machines, "image": None, "commands": [],
         "env": dict(job.environment), "registry_auth": {}, "files": [],
@@ -134,12 +128,10 @@ def checked(job: "Job", fields: Mapping[str, Any], limit: int | None) -> Iterato
     yield from secrets(fields["registry_auth"], f"{SETTING}.registry_auth", remedy)
 
 
-def dstack(*words: str, **options: Any) -> str:
-    """Output of a command of dstack."""
-    install = "Install it: pip install dstack"
-    return asked(
-        "dstack", "dstack", *words, remedies=REMEDIES, look="dstack ps --all", remedy=install, **options
-    )
+dstack = partial(
+    client_output, "dstack", "dstack", remedies=REMEDIES, look="dstack ps --all",
+    remedy="Install it: pip install dstack",
+)  # fmt: skip
 
 
 def run_of(name: str) -> dict[str, Any]:
@@ -162,8 +154,7 @@ def send(folder: Path) -> str:
             f"cancel dstack:{name}`, or set {SETTING}.name."
         )
     answer = dstack("apply", "--yes", "--detach", "--file", str(folder / FILE), seconds=600)
-    if "submitted" not in answer:
-        raise UserError(f"dstack has not submitted the run: {' '.join(answer.split())}")
+    id_in(answer, "(submitted)", "dstack ps --all")
     return name
 
 
@@ -179,11 +170,9 @@ def status(job: str) -> str:
     return f"dstack's run {job} is {', '.join(parts)}."
 
 
-def logs(job: str) -> Iterator[str]:
-    """Yield the lines of the first machine's log."""
-    if not (text := dstack("logs", job)):
-        raise UserError(f"The run {job} has written no log yet. {status(job)}")
-    yield from text.splitlines()
+def logs(job: str) -> str:
+    """Log of the first machine."""
+    return dstack("logs", job)
 
 
 def cancel(job: str) -> str:

@@ -1,6 +1,7 @@
 """The table of engines, and the names of their jobs: slurm:1234 is the job 1234 of Slurm."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,6 +11,7 @@ from meshtune.errors import Table, UserError
 from meshtune.rundir import write_text_atomically
 from meshtune.setting import Section
 from meshtune.submit import dstack, kubeflow, ray, sky, slurm
+from meshtune.submit.fields import SECRETS
 
 if TYPE_CHECKING:
     from meshtune.submit.job import Job
@@ -33,8 +35,8 @@ class Engine(Protocol):
         """Sentence on a job, by its id."""
         ...
 
-    def logs(self, job: str) -> Iterator[str]:
-        """Yield the lines of a job's log, as far as it is written."""
+    def logs(self, job: str) -> str:
+        """Log of a job, as far as it is written."""
         ...
 
     def cancel(self, job: str) -> str:
@@ -42,6 +44,11 @@ class Engine(Protocol):
         ...
 
 
+# A secret in a file: the value of a variable, found[1], or the user part of an address.
+PLAIN = re.compile(
+    rf"\b([A-Z0-9_]+{SECRETS}|password)[\"']*[ ]*[=:][ ]*[\\\"']*(?!null\b)[^\s\\\"'$~./{{}}()<,;&|…]"
+    r"|https?://[^/\s@\"'$]+@"
+)
 ELASTIC = ("slurm", "ray")  # engines that start a job on more than one number of machines
 ENGINES: Mapping[str, Engine] = Table(
     "--to", {"slurm": slurm, "sky": sky, "kubeflow": kubeflow, "ray": ray, "dstack": dstack}
@@ -49,8 +56,8 @@ ENGINES: Mapping[str, Engine] = Table(
 
 
 def files_of(config: Config, to: str, job: "Job") -> dict[str, str]:
-    """Texts of the files of a job for the engine `to`. Raises UserError as the engine, and where it starts a
-    job on one number of machines.
+    """Texts of the files of a job for the engine `to`. Raises UserError as the engine, where it starts a job
+    on one number of machines, and for files with a secret.
     """
     if job.least and to not in ELASTIC:
         raise UserError(
@@ -70,7 +77,15 @@ def files_of(config: Config, to: str, job: "Job") -> dict[str, str]:
     if problems:
         raise UserError(problems)
     engine, options = ENGINES[to], getattr(config.cluster_config, to)
-    return engine.files(job, options.model_dump() if isinstance(options, Section) else options)
+    files = engine.files(job, options.model_dump() if isinstance(options, Section) else options)
+    if problems := [
+        f"{found[1] or 'The secret of an address'} would be written into {name}; leave it out of the "
+        "settings, and give it as a variable of the machines."
+        for name, text in files.items()
+        for found in PLAIN.finditer(text)
+    ]:
+        raise UserError(problems)
+    return files
 
 
 def write(files: Mapping[str, str], folder: Path) -> list[Path]:

@@ -10,16 +10,26 @@ import yaml
 
 from meshtune.config import SETTINGS, Config
 from meshtune.data.files import matches
-from meshtune.errors import UserError, expanded, type_name, written
+from meshtune.errors import expanded, type_name, written
 from meshtune.filesystem import texts
-from meshtune.launch.client import client_output
 from meshtune.setting import is_path
 from meshtune.yaml_tree import overridden, read_yaml
 
 if TYPE_CHECKING:
     from meshtune.submit.job import Job
 
-SECRET = "(?i)(TOKEN|SECRET|PASS(WORD|WD)?|KEY|KEY_ID|CREDENTIALS?)$"  # pattern of the names of secrets
+SECRETS = "(?:TOKEN|SECRET|PASS(?:WORD|WD)?|KEY|KEY_ID|CREDENTIALS?)"  # ends the names of secrets
+SECRET = f"(?i){SECRETS}$"
+GPUS = {  # kind of our catalogue -> name in SkyPilot (None: it has none), name and memory in dstack
+    "a100-40": ("A100", "A100:40GB"), "a100-80": ("A100-80GB", "A100:80GB"),
+    "h100-sxm": ("H100", "H100:80GB"), "h100-nvl": ("H100-NVL", "H100NVL:94GB"),
+    "h200": ("H200", "H200:141GB"), "h200-nvl": (None, "H200NVL:141GB"), "gh200": ("GH200", "GH200:96GB"),
+    "b200": ("B200", "B200:180GB"), "gb200": ("GB200", "GB200:186GB"), "b300": ("B300", "B300:270GB"),
+    "gb300": ("GB300", "GB300:270GB"), "mi300x": ("MI300X", "MI300X:192GB"), "l40s": ("L40S", "L40S:48GB"),
+    "l4": ("L4", "L4:24GB"), "a10g": ("A10G", "A10G:24GB"), "a6000": ("RTXA6000", "A6000:48GB"),
+    "rtx-3090": ("RTX3090", "RTX3090:24GB"), "rtx-3090-ti": (None, "RTX3090Ti:24GB"),
+    "rtx-4090": ("RTX4090", "RTX4090:24GB"), "rtx-5090": ("RTX5090", "RTX5090:32GB"),
+}  # fmt: skip
 WRITTEN = ("output", "data.cache", "cluster.storage", "log.textfile_directory")  # paths that a run writes
 
 
@@ -99,23 +109,11 @@ def lost(job: "Job", mounts: Iterable[str], remedy: str) -> Iterator[str]:
         yield f"output = {job.output} would be lost with its machines: {remedy}."
 
 
-def text_of(to: str, comments: Iterable[str], fields: Mapping[str, Any]) -> str:
-    """The file of an engine; fields without a value are left out."""
+def text_of(
+    to: str, comments: Iterable[str], *trees: Mapping[str, Any], dumper: Any = yaml.SafeDumper
+) -> str:
+    """The file of an engine, a document for each tree; fields without a value are left out."""
     lines = [f"Written by `meshtune submit --to {to}`; its next call writes it anew.", *comments]
-    dumped = yaml.safe_dump(
-        {name: value for name, value in fields.items() if value not in (None, {}, [])},
-        sort_keys=False,
-        allow_unicode=True,
-        width=10**6,
-    )
+    given = ({name: value for name, value in tree.items() if value not in (None, {}, [])} for tree in trees)
+    dumped = yaml.dump_all(given, Dumper=dumper, sort_keys=False, allow_unicode=True, width=10**6)
     return "".join(f"# {line}\n" for line in lines) + dumped
-
-
-def asked(tool: str, *words: str, remedies: Mapping[str, str], **options: Any) -> str:
-    """Output of a client, as `client_output`. remedies: pattern of a refusal -> what to do."""
-    try:
-        return client_output(tool, *words, **options)
-    except UserError as error:
-        said = str(error)
-        remedy = next((remedy for pattern, remedy in remedies.items() if re.search(pattern, said)), "")
-        raise UserError(f"{said.rstrip('.')}. {remedy}" if remedy else said) from None

@@ -65,7 +65,6 @@ class Job:
     machines: int
     gpus: int  # of each machine; ranks where `processor`
     gpu: str  # kind, of the catalogue
-    gpu_memory: int  # GiB of each GPU, rounded up
     processor: bool  # no GPU is asked for
     cpus: int  # of each machine
     memory: int  # GiB of host memory of each machine
@@ -276,7 +275,6 @@ def made(config: Config, answer: Answer, words: Sequence[str], why: str, *, fixe
         machines=cluster.nodes,
         gpus=each,
         gpu=cluster.gpu.name,
-        gpu_memory=math.ceil(cluster.memory / GIB),
         processor=cluster.gpu.processor,
         cpus=CORES * each,
         memory=host_memory(config, answer),

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,8 @@ import yaml
 from meshtune.addresses import has_secret
 from meshtune.errors import Interrupted, UserError, written
 from meshtune.filesystem import texts
-from meshtune.submit.fields import SECRET, asked, below, inputs, laid, name_of
+from meshtune.launch.client import NoAnswer, client_output, id_in
+from meshtune.submit.fields import SECRET, below, inputs, laid, name_of, text_of
 from meshtune.units import duration
 from meshtune.yaml_tree import sets
 
@@ -34,15 +36,16 @@ CONFIG = "/etc/meshtune"  # folder of the config file in the pods
 CONFIG_MAP = "meshtune-{}"  # its name, with the job's: no other program's
 MANAGER = "meshtune/submit"  # of our runtimePatch
 OURS = (
-    "apiVersion", "kind", "spec.trainer.command", "spec.trainer.args", "spec.trainer.numNodes",
-    "spec.trainer.numProcPerNode",
+    "apiVersion", "kind", "metadata.generateName", "spec.trainer.command", "spec.trainer.args",
+    "spec.trainer.numNodes", "spec.trainer.numProcPerNode",
 )  # fmt: skip
 RESERVED = re.compile("PET_|MESHTUNE_|(RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR|MASTER_PORT)$")
 REMEDIES = {  # words in a refusal -> what to do
     "must be created before": f"An administrator of the cluster applies {RUNTIME} of the same folder, once.",
     "AlreadyExists": "`meshtune submit cancel` removes an earlier job of the name; its checkpoints stay. "
     f"Another name: {SETTING}.metadata.name.",
-    "no matches for kind": "Kubeflow Trainer 2.3 has to be installed in the cluster.",
+    "no matches for kind|unknown .*terminationGrace": "Kubeflow Trainer 2.3 has to be installed in the "
+    "cluster.",
     "quota": "Make the job smaller (--nodes).",
     "namespaces .*not found|is forbidden": f"Change {SETTING}.metadata.namespace.",
     r"spec\.": f"Change {SETTING}.spec.",
@@ -132,15 +135,12 @@ def files(job: "Job", options: Mapping[str, Any]) -> dict[str, str]:
     metadata = {"name": CONFIG_MAP.format(name)}
     metadata |= {key: value for key, value in whole["metadata"].items() if key == "namespace"}
     config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"run.yaml": text}}
-    lines = [
-        "Written by `meshtune submit --to kubeflow`; its next call writes it anew.",
+    comments = [
         *job.comments,
         f"SIGTERM after {duration(job.limit - job.margin)} in all, waits for machines (unless Kueue queues "
         "the job) and further starts included; submit what is left again.",
     ]
-    trees = [config, whole] if file else [whole]
-    dumped = [yaml.dump(tree, Dumper=Block, sort_keys=False, width=1000) for tree in trees]
-    made = {JOB: "".join(f"# {line}\n" for line in lines) + "---\n".join(dumped)}
+    made = {JOB: text_of("kubeflow", comments, *[config] * bool(file), whole, dumper=Block)}
     return made if sets(options, ("spec", "runtimeRef")) else made | {RUNTIME: RUNTIME_TEXT}
 
 
@@ -219,9 +219,7 @@ def lost(job: "Job", mounts: Sequence[str]) -> Iterator[str]:
         )
 
 
-def kubectl(*words: str) -> str:
-    """Output of kubectl. Raises UserError with its words, and the remedy where they are known."""
-    return asked("Kubernetes", "kubectl", *words, remedies=REMEDIES, look="kubectl get trainjobs")
+kubectl = partial(client_output, "Kubernetes", "kubectl", remedies=REMEDIES, look="kubectl get trainjobs")
 
 
 def send(folder: Path) -> str:
@@ -230,11 +228,14 @@ def send(folder: Path) -> str:
     kubectl("create", "--dry-run=server", "--output=name", file)
     names = 'jsonpath={.kind} {.metadata.namespace}/{.metadata.name}{"\\n"}'
     try:
-        return kubectl("create", f"--output={names}", file).partition("TrainJob ")[2].split()[0]
+        answer = kubectl("create", f"--output={names}", file)
+    except NoAnswer:
+        raise
     except UserError:
         with suppress(UserError):  # a part may be there
             kubectl("delete", "--ignore-not-found", "--wait=false", file)
         raise
+    return id_in(answer, r"TrainJob (\S+)", "kubectl get trainjobs")
 
 
 def at(job: str) -> tuple[str, str]:
@@ -260,14 +261,11 @@ def status(job: str) -> str:
     return f"Kubeflow's TrainJob {job} is {', '.join(parts)}."
 
 
-def logs(job: str) -> Iterator[str]:
-    """Yield the lines of the first machine's log. Raises UserError before there is one."""
+def logs(job: str) -> str:
+    """Log of the first machine."""
     namespace, name = at(job)
     labels = f"jobset.sigs.k8s.io/jobset-name={name},batch.kubernetes.io/job-completion-index=0"
-    text = kubectl("logs", namespace, f"--selector={labels}", "--container=node", "--tail=-1")
-    if not text:
-        raise UserError(f"The job {job} has written no log yet. {status(job)}")
-    yield from text.splitlines()
+    return kubectl("logs", namespace, f"--selector={labels}", "--container=node", "--tail=-1")
 
 
 def cancel(job: str) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from meshtune.errors import UserError, did_you_mean, nearest, written
-from meshtune.launch.client import client_output
+from meshtune.launch.client import client_output, id_in
 from meshtune.submit.fields import inputs, laid, secrets, text_of
 from meshtune.units import counted
 
@@ -75,7 +75,19 @@ def files(job: "Job", options: Mapping[str, Any]) -> dict[str, str]:
         f"Files: all machines see {here}, where the run starts." if shared else copied,
         f"Ray has no time limit; a job that is stopped has {job.margin} s to save.",
     ]
+    at = f"{ENVIRON[0]}={shlex.quote(str(request['address']))} " if request.get("address") else ""
+    comments.append(f"Sent as: {at}ray job {shlex.join(words_of(request))}")
     return {FILE: text_of("ray", comments, request)}
+
+
+def words_of(request: Mapping[str, Any]) -> list[str]:
+    """Words of `ray job` that submit a job, without its address; no option of Ray's reads a file of these."""
+    words = ["submit", "--no-wait"]
+    for name, value in request.items():
+        if name not in ("address", "entrypoint"):
+            option = name.replace("_", "-") + ("-json" if name in JSON[:2] else "")
+            words.append(f"--{option}={json.dumps(value) if name in JSON else value}")
+    return [*words, "--", *shlex.split(request["entrypoint"])]
 
 
 def checked(job: "Job", options: Mapping[str, Any]) -> Iterator[str]:
@@ -105,34 +117,22 @@ def checked(job: "Job", options: Mapping[str, Any]) -> Iterator[str]:
 def send(folder: Path) -> str:
     """Submit the job; returns its id, with the address of the cluster where the settings have it."""
     request = yaml.safe_load((folder / FILE).read_text("utf-8"))
-    address = request.pop("address", None)
+    address = request.get("address")
     if not (address or any(map(os.environ.get, ENVIRON))):  # else Ray's client starts a cluster here
         raise UserError(
             f"No address of a cluster of Ray: set cluster.ray.address=http://HEAD:8265, or {ENVIRON[0]}."
         )
-    entrypoint, words = shlex.split(request.pop("entrypoint")), ["submit", "--no-wait"]
-    for name, value in request.items():
-        option = name.replace("_", "-") + ("-json" if name in JSON[:2] else "")
-        words.append(f"--{option}={json.dumps(value) if name in JSON else value}")
     at = f"@{address}" if address else ""
-    answer = client(at, *words, "--", *entrypoint)
-    if not (found := re.search(r"Job '(.+?)' submitted", answer)):
-        raise UserError(f"ray job submit has not named its job: {' '.join(answer.split())}")
-    return f"{found[1]}{at}"
+    answer = client(at, *words_of(request))
+    return id_in(answer, r"Job '(.+?)' submitted", "ray job list") + at
 
 
 def client(job: str, command: str, *words: str) -> str:
-    """Output of `ray job COMMAND`. job: as `send` returns it. Raises UserError, with the last line of Ray's
-    traceback.
-    """
+    """Output of `ray job COMMAND`. job: as `send` returns it."""
     address = job.partition("@")[2]
     options = [f"--address={address}"] if address else []
-    try:
-        return client_output("Ray", "ray", "job", command, *options, *words, look="ray job list")
-    except UserError as error:
-        said = re.sub(r"Traceback .*?(?=\w+(Error|Exception): (?!.*(Error|Exception): ))", "", str(error))
-        where = address or "the address of RAY_API_SERVER_ADDRESS"
-        raise UserError(f"{said.rstrip('.')}. Asked at {where}.") from None
+    where = {"": f"Asked at {address or 'the address of RAY_API_SERVER_ADDRESS'}."}
+    return client_output("Ray", "ray", "job", command, *options, *words, look="ray job list", remedies=where)
 
 
 def status(job: str) -> str:
@@ -145,9 +145,9 @@ def status(job: str) -> str:
     return f"Ray's job {number}: {state}{seen}."
 
 
-def logs(job: str) -> Iterator[str]:
-    """Yield the lines of a job's log."""
-    yield from client(job, "logs", job.partition("@")[0]).splitlines()
+def logs(job: str) -> str:
+    """Log of a job."""
+    return client(job, "logs", job.partition("@")[0])
 
 
 def cancel(job: str) -> str:

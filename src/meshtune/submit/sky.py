@@ -2,16 +2,17 @@
 
 import json
 import os
-import re
 import shlex
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from meshtune.errors import Interrupted, UserError, did_you_mean, nearest, written
-from meshtune.submit.fields import asked, inputs, laid, lost, name_of, secrets, text_of
+from meshtune.launch.client import client_output, id_in
+from meshtune.submit.fields import GPUS, inputs, laid, lost, name_of, secrets, text_of
 from meshtune.units import counted, duration
 
 if TYPE_CHECKING:
@@ -23,12 +24,6 @@ RESOURCES = f"{SETTING}.resources"
 RECOVERY = {"strategy", "max_restarts_on_errors", "recover_on_exit_codes"}
 FIXED = (f"{SETTING}.num_nodes", f"{SETTING}.run", f"{RESOURCES}.job_recovery.recover_on_exit_codes")
 OWN = ("ssh", "slurm", "k8s", "kubernetes")  # of `infra`: machines of the user, which may share folders
-NAMES = {  # kind of our catalogue -> accelerator
-    "a100-40": "A100", "a100-80": "A100-80GB", "h100-sxm": "H100", "h100-nvl": "H100-NVL", "h200": "H200",
-    "gh200": "GH200", "b200": "B200", "gb200": "GB200", "b300": "B300", "gb300": "GB300", "mi300x": "MI300X",
-    "l40s": "L40S", "l4": "L4", "a10g": "A10G", "a6000": "RTXA6000", "rtx-3090": "RTX3090",
-    "rtx-4090": "RTX4090", "rtx-5090": "RTX5090",
-}  # fmt: skip
 REMEDIES = {  # words in a refusal -> what to do
     "No value available for secret": "Set these variables where you submit.",
     "satisf|No launchable|accelerator": f"Change {RESOURCES} (accelerators, infra, cpus, memory).",
@@ -75,7 +70,8 @@ def files(job: "Job", options: Mapping[str, Any]) -> dict[str, str]:
 
 def task(job: "Job") -> dict[str, Any]:
     """The task without cluster.sky and the files to copy."""
-    kind = {} if job.processor or job.gpu not in NAMES else {"accelerators": f"{NAMES[job.gpu]}:{job.gpus}"}
+    name = None if job.processor else GPUS.get(job.gpu, (None,))[0]
+    kind = {"accelerators": f"{name}:{job.gpus}"} if name else {}
     recovery = {"max_restarts_on_errors": 0, "recover_on_exit_codes": [Interrupted.exit_code]}
     store = {job.mount: {"source": job.storage, "mode": "MOUNT"}} if "://" in job.storage else {}
     return {
@@ -102,8 +98,8 @@ def checked(job: "Job", fields: Mapping[str, Any]) -> Iterator[str]:
         yield f"{RESOURCES}.accelerators = {written(given)}: a machine of the plan has {has}."
     if not (fields["setup"] or "image_id" in resources):
         yield (
-            f"The machines have no meshtune: set {SETTING}.setup, such as 'pip install meshtune', or "
-            f"{RESOURCES}.image_id."
+            f"The machines have no meshtune: set {SETTING}.setup, such as 'pip install /src' with "
+            f"{SETTING}.file_mounts={{/src: FOLDER}} for a copy of it, or {RESOURCES}.image_id."
         )
     for name in resources["job_recovery"].keys() - RECOVERY:
         near = did_you_mean(nearest(name, RECOVERY))
@@ -115,12 +111,10 @@ def checked(job: "Job", fields: Mapping[str, Any]) -> Iterator[str]:
     yield from secrets(fields["secrets"], f"{SETTING}.secrets", remedy, named="")
 
 
-def sky(*words: str, **options: Any) -> str:
-    """Output of `sky jobs …`."""
-    install = 'Install it: pip install "skypilot[CLOUD]"'
-    return asked(
-        "SkyPilot", "sky", "jobs", *words, remedies=REMEDIES, look="sky jobs queue", remedy=install, **options
-    )
+sky = partial(
+    client_output, "SkyPilot", "sky", "jobs", remedies=REMEDIES, look="sky jobs queue",
+    remedy='Install it: pip install "skypilot[CLOUD]"',
+)  # fmt: skip
 
 
 def send(folder: Path) -> str:
@@ -129,11 +123,7 @@ def send(folder: Path) -> str:
     here = [f"--secret={name}" for name in names if name in os.environ]
     # The first job of a user starts the machine of SkyPilot's controller.
     answer = sky("launch", "--yes", "--detach-run", *here, str(folder / FILE), seconds=1800)
-    if not (found := re.search(r"Managed Job ID: (\d+)", answer)):
-        raise UserError(
-            f"sky printed no number of its job; look at `sky jobs queue`: {' '.join(answer.split())}"
-        )
-    return found[1]
+    return id_in(answer, r"Managed Job ID: (\d+)", "sky jobs queue")
 
 
 def status(job: str) -> str:
@@ -149,10 +139,10 @@ def status(job: str) -> str:
     return f"SkyPilot's job {job} is {', '.join(parts)}."
 
 
-def logs(job: str) -> Iterator[str]:
-    """Yield the lines of a job's log."""
+def logs(job: str) -> str:
+    """Log of a job."""
     ended = (0, 100, 101, 103)  # exit codes for the job's state: succeeded, failed, unfinished, cancelled
-    yield from sky("logs", "--no-follow", "--tail=0", job, codes=ended).splitlines()
+    return sky("logs", "--no-follow", "--tail=0", job, codes=ended)
 
 
 def cancel(job: str) -> str:

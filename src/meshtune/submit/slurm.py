@@ -6,12 +6,15 @@ Options of the container belong to srun: the script itself needs scontrol, which
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+import shutil
+import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from meshtune.errors import Interrupted, UserError
+from meshtune.launch.client import id_in
 from meshtune.launch.slurm import (
     COMMENT,
     FORGOTTEN,
@@ -33,14 +36,14 @@ OURS = (
     "nodes", "ntasks", "ntasks-per-node", "job-name", "array", "chdir", "hold", "parsable", "output",
     "requeue", "no-requeue", "open-mode", "signal", "wrap",
 )  # fmt: skip
-SETTINGS = {  # word in a refusal of sbatch -> what has the value
+SETTINGS = {  # words in a refusal of sbatch -> what has the value
     "accounting/qos": "cluster.slurm.qos or cluster.slurm.account, or make the job smaller",
     "account": "cluster.slurm.account", "partition": "cluster.slurm.partition", "qos": "cluster.slurm.qos",
-    "feature": "cluster.slurm.constraint", "constraint": "cluster.slurm.constraint",
-    "time limit": "cluster.time_limit", "gres": "cluster.slurm.extra (such as --gpus-per-node=h100:8)",
-    "node count": "--nodes", "node configuration": "cluster.gpus_per_node, or cluster.slurm.extra (--mem, "
-    "--cpus-per-task)",
+    "feature|constraint": "cluster.slurm.constraint", "time limit": "cluster.time_limit",
+    "gres": "cluster.slurm.extra (such as --gpus-per-node=h100:8)", "node count": "--nodes",
+    "node configuration": "cluster.gpus_per_node, or cluster.slurm.extra (--mem, --cpus-per-task)",
 }  # fmt: skip
+REMEDIES = {rf"(?i)\b({words})\b": f"Change {setting}." for words, setting in SETTINGS.items()}
 FIRST = """first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
 """  # where the ranks meet: a container lacks scontrol
@@ -53,10 +56,15 @@ def files(job: "Job", options: Mapping[str, Any]) -> dict[str, str]:
             f"cluster.storage = {job.storage}: Slurm mounts no object store; name a folder that all nodes "
             "see."
         )
-    comments = "".join(f"# {line}\n" for line in job.comments)
+    comments, home, theirs = [*job.comments], job.environment.get("HF_HOME"), os.environ.get("HF_HOME")
+    if home and theirs not in (None, home):
+        comments.append(f"HF_HOME is {home} in the job (cluster.storage), in place of {theirs}.")
+    said = "".join(f"# {line}\n" for line in comments)
     directives = "".join(f"#SBATCH {shlex.quote(word)}\n" for word in words_of(job, options))
     exports = "".join(f"export {name}={shlex.quote(text)}\n" for name, text in job.environment.items())
-    container = options.get("container")
+    container, command = options.get("container"), job.command
+    if not container and Path(shutil.which("python") or "").parent != Path(sys.executable).parent:
+        command = (sys.executable, *command[1:])
     first = FIRST if container and job.machines > 1 else ""
     # --wait: a rank whose slurmstepd was killed never ends for srun. Ranks end within seconds of each other.
     wait = f'--wait="${{SLURM_WAIT:-{WAIT}}}"'
@@ -64,8 +72,8 @@ def files(job: "Job", options: Mapping[str, Any]) -> dict[str, str]:
     first += f"mkdir -p {shlex.quote(str(PurePosixPath(job.output).parent))}\n" if container else ""
     text = f"""#!/bin/bash
 # Written by `meshtune submit --to slurm`; its next call writes it anew.
-{comments}{directives}
-{exports}{first}{" ".join(srun)} {shlex.join(job.command)}
+{said}{directives}
+{exports}{first}{" ".join(srun)} {shlex.join(command)}
 code=$?
 if [ $code -eq {Interrupted.exit_code} ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit $code
@@ -128,14 +136,8 @@ def clock(seconds: float) -> str:
 def send(folder: Path) -> str:
     """Submit the script; its log is in the folder. Raises UserError with sbatch's words and the setting."""
     log = str(folder.absolute() / "%j.out")
-    try:
-        answer = slurm_output("sbatch", "--parsable", f"--output={log}", str(folder / SCRIPT))
-    except UserError as error:
-        said = str(error)
-        found = (name for word, name in SETTINGS.items() if re.search(rf"\b{word}\b", said.lower()))
-        named = [*found][:1]
-        raise UserError(f"{said.rstrip('.')}. Change {named[0]}." if named else said) from None
-    return answer.split(";")[0].strip()
+    words = ("--parsable", f"--output={log}", str(folder / SCRIPT))
+    return id_in(slurm_output("sbatch", *words, remedies=REMEDIES), r"(?m)^(\d+)(?:;|$)", "squeue --me")
 
 
 def status(job: str) -> str:
@@ -152,8 +154,8 @@ def status(job: str) -> str:
     raise UserError(f"Slurm has no job {job}: it was never submitted here, or is forgotten.")
 
 
-def logs(job: str) -> Iterator[str]:
-    """Yield the lines of a job's log. Raises UserError where Slurm has forgotten the job."""
+def logs(job: str) -> str:
+    """Log of a job. Raises UserError where Slurm has forgotten the job."""
     try:
         shown = slurm_output("scontrol", "show", "job", job)
     except UserError as error:
@@ -167,8 +169,7 @@ def logs(job: str) -> Iterator[str]:
     file = Path(found[1]) if found else Path(f"{job}.out")
     if not file.exists():
         raise UserError(f"The job {job} has written no log yet: {file}. {status(job)}")
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        yield from (line.rstrip("\n") for line in lines)
+    return file.read_text("utf-8", errors="replace")
 
 
 def cancel(job: str) -> str:

@@ -1,12 +1,19 @@
 """Clients of clusters as shell scripts."""
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
 Clients = Callable[[Mapping[str, str]], Path]
+
+
+@pytest.fixture(autouse=True)
+def active(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of the tests is the active one."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from meshtune.plan.hardware import catalogue
 from meshtune.rundir import RunDir
 from meshtune.submit import dstack, sky
 from meshtune.submit.engines import files_of
+from meshtune.submit.fields import GPUS
 from meshtune.submit.job import job_of
 
 RUN = [
@@ -94,12 +95,15 @@ def test_names_that_mean_another_file_there_and_secrets_of_addresses_are_refused
             settings_of("sky", *SKY, *words)
     with refuses(UserError):
         settings_of("dstack", *DSTACK, "cluster.storage=shared/me")
+    written = "export HF_TOKEN=$TOKEN WANDB_API_KEY='abc'; pip install git+https://me:word@host/meshtune"
+    with refuses(UserError):
+        settings_of("sky", *SKY, f"cluster.sky.setup={written}")
     of_type = settings_of("sky", *SKY, "cluster.sky.resources={instance_type: p5.48xlarge}")[1]
     assert "accelerators" not in of_type["resources"]
 
 
 def test_kinds_that_an_engine_does_not_know_ask_for_the_users_field() -> None:
-    assert {*sky.NAMES, *dstack.NAMES} <= catalogue().keys()
+    assert GPUS.keys() <= catalogue().keys()
     for to, words in (("sky", SKY), ("dstack", DSTACK)):
         with refuses(UserError):
             settings_of(to, *words, job={"gpu": "h100-96"})
@@ -234,7 +238,7 @@ def test_the_tool_reads_back_a_task_of_sky(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("HOME", str(folder))
     names = importlib.import_module("sky.utils.gpu_names").CANONICAL_GPU_NAMES
     names = {*names, *importlib.import_module("sky.provision.runpod.utils").GPU_NAME_MAP}
-    assert {*sky.NAMES.values()} <= names
+    assert {name for name, _ in GPUS.values() if name} <= names
     schemas = importlib.import_module("sky.utils.schemas").get_resources_schema()["properties"]
     assert schemas["job_recovery"]["anyOf"][1]["properties"].keys() == sky.RECOVERY
     text, fields = settings_of("sky", *SETTINGS["sky"], "data.train=data/*.jsonl")
@@ -254,7 +258,7 @@ def test_the_tool_reads_back_a_task_of_sky(folder: Path, monkeypatch: pytest.Mon
 @pytest.mark.needs("dstack")
 def test_the_tool_reads_back_a_task_of_dstack(folder: Path) -> None:
     gpus = importlib.import_module("gpuhunt").KNOWN_ACCELERATORS
-    assert {*dstack.NAMES.values()} <= {f"{gpu.name}:{gpu.memory}GB" for gpu in gpus}
+    assert {name for _, name in GPUS.values()} <= {f"{gpu.name}:{gpu.memory}GB" for gpu in gpus}
     models = importlib.import_module("dstack._internal.core.models.configurations")
     fields = settings_of("dstack", *SETTINGS["dstack"], "data.train=data/*.jsonl")[1]
     task = models.parse_run_configuration(fields)

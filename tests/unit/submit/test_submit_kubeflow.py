@@ -4,6 +4,7 @@ installed: `make test-exports`.
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from meshtune import config
 from meshtune.cli import app
 from meshtune.errors import UserError
 from meshtune.layout import Layout
+from meshtune.submit import kubeflow
 from meshtune.submit.engines import files_of
 from meshtune.submit.job import job_of
 
@@ -53,10 +55,10 @@ STATUS = {
 KUBECTL = """#!/bin/sh
 printf '%s\\n' "$*" >> "$CALLED"
 case "$*" in
-  *"$ONLY"*) test -z "$FAIL" || { echo "$FAIL" >&2; exit 1; };;
+  *"$ONLY"*) test -z "$HANG" || exec sleep 9; test -z "$FAIL" || { echo "$FAIL" >&2; exit 1; };;
 esac
 case "$1" in
-  create) printf 'ConfigMap research/run\\nTrainJob research/run\\n';;
+  create) test -n "$GONE" || printf 'ConfigMap research/run\\nTrainJob research/run\\n';;
   get) cat status.json;;
   logs) test -n "$GONE" || echo "step 1/1000";;
   delete) test -n "$GONE" || echo trainjob.trainer.kubeflow.org/run;;
@@ -83,6 +85,9 @@ def test_the_job_has_its_config_storage_and_secrets_and_the_runtime_repeats_75(f
     config_map, job = yaml.safe_load_all(made["job.yaml"])
     assert config_map["data"] == {"run.yaml": FILE}
     assert "data.columns={text: $$(t)}" in job["spec"]["trainer"]["command"]
+    (folder / "my run.yaml").write_text(f"{FILE}  sky: {{envs: {{HF_TOKEN: hf_abc}}}}\n")
+    with refuses(UserError):
+        files(file="my run.yaml")
 
 
 def test_a_runtime_of_ones_own_may_mount_the_storage() -> None:
@@ -109,9 +114,10 @@ PATCH = (
         (IMAGE, PATCH, "output=/sharedruns"),
         (IMAGE, PATCH, "output=/shared/run", "data.train=here.jsonl", "data.eval=[./h*.jsonl]"),
         (IMAGE, PATCH, "output=/shared/run", "data.train=https://me:word@host/rows.jsonl"),
-        ("cluster.storage=pvc://team", "cluster.kubeflow={image: a, spec: {trainer: {numNodes: 3, "
-         "command: [a], resourcesPerNode: {limits: {nvidia.com/gpu: 1}}, env: [{name: PET_NNODES, value: a}, "
-         "{name: HF_TOKEN, value: a}, a]}, runtimePatches: [{manager: meshtune/submit}]}}"),
+        ("cluster.storage=pvc://team", "cluster.kubeflow={image: a, metadata: {generateName: a}, "
+         "spec: {trainer: {numNodes: 3, command: [a], resourcesPerNode: {limits: {nvidia.com/gpu: 1}}, "
+         "env: [{name: PET_NNODES, value: a}, {name: HF_TOKEN, value: a}, a]}, "
+         "runtimePatches: [{manager: meshtune/submit}]}}"),
         ("cluster.storage=pvc://team", "cluster.kubeflow={metadata: run, spec: {trainer: {env: {A: b}}}}"),
     ],
 )  # fmt: skip
@@ -158,9 +164,16 @@ def test_a_job_is_checked_sent_looked_at_and_cancelled(
     run("status", "kubeflow:research/run")
     says(capsys.readouterr().out)
     monkeypatch.setenv("GONE", "1")
-    for command in ("logs", "cancel"):
+    for words in (["logs", "kubeflow:research/run"], ["cancel", "kubeflow:research/run"], SEND):
         with refuses(UserError):
-            run(command, "kubeflow:research/run")
+            run(*words)
+    kubectl.unlink()
+    monkeypatch.setenv("HANG", "1")
+    monkeypatch.setenv("ONLY", "create --output=jsonpath")  # it passed the check, and may be there
+    monkeypatch.setattr(kubeflow, "kubectl", partial(kubeflow.kubectl, seconds=2))
+    with refuses(UserError):
+        run(*SEND)
+    assert "delete" not in kubectl.read_text()
 
 
 @pytest.mark.parametrize(

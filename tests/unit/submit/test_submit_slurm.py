@@ -1,5 +1,6 @@
 """The batch script, and what sbatch and squeue answer; tests/acceptance/test_slurm.py has a real Slurm."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,12 @@ def script(*words: str) -> str:
     return files_of(settings, "slurm", job_of(settings, ["run.yaml"]))["job.sbatch"]
 
 
-def test_the_script_asks_for_what_the_plan_needs_and_requeues_on_75() -> None:
+def test_the_script_asks_for_what_the_plan_needs_and_requeues_on_75(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", "/scratch/hf")
     says(script("cluster.slurm.partition=gpu", "cluster.time_limit=24h", "cluster.storage=/shared"))
+    monkeypatch.setenv("PATH", "/usr/bin")  # the environment isn't active
+    assert f" {sys.executable} -m meshtune train" in script()
+    assert " python -m meshtune train" in script("cluster.slurm.container=me/image:1")
 
 
 def test_a_container_belongs_to_srun_and_words_with_spaces_stay_whole() -> None:
@@ -78,8 +83,8 @@ def run(*words: str) -> None:
 def test_a_job_is_sent_looked_at_and_cancelled(
     slurm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(*RUN, "--to", "slurm", "--write", "files")
-    assert Path("files/job.sbatch").exists() and not slurm.exists()  # nothing is sent
+    run("--write", "logs", *RUN, "--to", "slurm")  # a folder, not the sub-command
+    assert Path("logs/job.sbatch").exists() and not slurm.exists()  # nothing is sent
     run(*RUN, "--to", "slurm")
     assert "Submitted as slurm:7;" in capsys.readouterr().out
     assert slurm.read_text().split() == ["--parsable", f"--output={slurm.parent}/jobs/run/%j.out",

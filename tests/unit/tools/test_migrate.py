@@ -27,6 +27,7 @@ from meshtune.tools.table import OTHERS, TOOLS, table
 FILES = Path(__file__).parents[2] / "data" / "migrate"
 Migrate = Callable[..., Migrated]
 FACTORY = fewest_keys.FACTORY | {"template": "llama3"}
+END = {"special_tokens": {"eos_token": "<|eot_id|>"}}
 OPTIMIZER = {"_component_": "torch.optim.AdamW", "lr": "3e-4"}
 TORCHTUNE = fewest_keys.TORCHTUNE | {"tokenizer": {"max_seq_len": 128}, "optimizer": OPTIMIZER}
 ENTRIES = {tool: table(tool).own.values() for tool in (*TOOLS, *OTHERS)}
@@ -434,6 +435,7 @@ def test_all_refusals_are_said_at_once(migrated: Migrate) -> None:
         (AXOLOTL | {"pretraining_dataset": {"path": "x", "skip": 9}, "max_steps": 9}, "pretraining_dataset"),
         (AXOLOTL | {"chat_template": "tokenizer_default_fallback_phi_4"}, "chat_template"),
         (FACTORY | {"template": "x" * 300}, "template"),
+        (AXOLOTL | {"chat_template": "gemma", **END}, "special_tokens.eos_token"),
         (AXOLOTL | {"plugins": ["axolotl.integrations.liger.LigerPlugin", "mine.Plugin"]}, "plugins"),
         (AXOLOTL | {"dense_mixer": True}, "dense_mixer"),
         (AXOLOTL | {"shuffle_merged_datasets": False}, "shuffle_merged_datasets"),
@@ -461,6 +463,7 @@ def test_what_has_no_counterpart_is_named_with_the_reason(
     [
         AXOLOTL | {"datasets": [{"path": "x", "roles_to_train": ["assistant"], "train_on_eos": "turn"}]},
         AXOLOTL | {"shuffle_merged_datasets": True},
+        AXOLOTL | {"chat_template": "llama3", **END},
         AXOLOTL | {"datasets": [{"path": "x", "field_thinking": "thinking"}]},
         TRL | {"packing": True, "packing_strategy": "bfd", "average_tokens_across_devices": True},
         AXOLOTL | {"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]},

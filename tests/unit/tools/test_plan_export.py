@@ -619,6 +619,13 @@ def test_steps_that_are_not_known_are_asked_for(tmp_path: Path) -> None:
     assert megatron_flags(result, saved(result, tmp_path))["train-iters"] == "7"
 
 
+def test_rows_that_are_here_have_whole_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+    rows = written("axolotl", "mb1-ga1", "data.train=rows.jsonl", "data.format=messages")["datasets"]
+    assert [source["path"] for source in rows] == [str(tmp_path / "rows.jsonl")]
+
+
 def test_tokens_of_the_run_are_written_as_the_steps_that_they_give(megatron: Any) -> None:
     words = ("mb1-ga1", "train.max_steps=null", "train.total_tokens=1e9")
     assert megatron(*words)["train-iters"] == "488282"

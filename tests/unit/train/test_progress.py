@@ -134,16 +134,18 @@ def test_posts_keep_their_distance_and_a_stopped_run_does_not_end_at_100(
     assert [post["progressPercentage"] for post in server.waited(2)] == [0, 99]
 
 
-@pytest.mark.parametrize("hangs", [True, False])
+@pytest.mark.parametrize("hangs", [True, False, None])
 def test_a_server_that_hangs_or_refuses_changes_nothing_in_a_run(
-    server: Server, hangs: bool, train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    server: Server, hangs: bool | None, train: Callable[..., Any], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.setattr(dashboards.ProgressTracker, "patience", 0.1)
     server.code = 403
     (server.released.clear if hangs else server.released.set)()
+    if hangs is None:
+        (tmp_path / "token").unlink()
     train(f"output={tmp_path / 'one'}")
-    assert server.posts and server.released.is_set() != hangs
+    assert bool(server.posts) == (hangs is not None) and server.released.is_set() != bool(hangs)
     says([line for line in capfd.readouterr().err.splitlines() if "outside the run" in line])
     monkeypatch.setenv("DISABLE_KUBEFLOW_INTEGRATION", "true")
     assert len(opened(tmp_path).trackers) == 1
