@@ -523,14 +523,10 @@ def named_template(value: Any, job: Job) -> Converted:
 
 
 def end_token(value: Any, job: Job) -> Converted:
-    name = str(job.value("chat_template", default=""))
-    file = files("meshtune.data") / "templates" / f"{name}.jinja"
+    file = files("meshtune.data") / "templates" / f"{job.value('chat_template')}.jinja"
     if file.is_file() and f"an answer ends with: {value}\n" in file.read_text("utf-8"):
-        raise NotNeeded(f"the template {name} ends answers with it, and makes it the tokenizer's eos token")
-    raise NoCounterpart(
-        "the tokenizer keeps its eos token, unless a built-in template has another end; change it "
-        "in the model's folder"
-    )
+        raise NotNeeded("the template ends answers with it, and makes it the tokenizer's eos token")
+    raise NoCounterpart("the tokenizer keeps its own, or has the template's; change it in the model's folder")
 
 
 def answer_tokens(value: Any, job: Job) -> dict[str, Any]:
