@@ -316,19 +316,20 @@ def stop_by(slurm: Run, kind: str, job: str) -> None:
         wait_until(lambda: shown(slurm, job, "JobState"))
 
 
+@pytest.mark.timeout(1200 + 200 * EVENTS)
 def test_a_run_that_events_stop_again_and_again_ends_bit_for_bit(
     slurm: Run, settings: Settings, tmp_path: Path
 ) -> None:
-    words = settings(
-        f"train.max_steps={100 + 300 * EVENTS}", "layout=zero3x3", "train.global_batch_size=12",
-        "checkpoint.every=10",
-    )  # fmt: skip
     chosen = random.Random(int(os.environ.get("SLURM_SEED", "0"))).choices(KINDS, k=EVENTS)
     # A limit that is reached while srun waits for a killed slurmstepd ends the job: no script is left to
     # requeue it.
     for before, kind in enumerate(chosen[1:]):
         if (chosen[before], kind) == ("killed stepd", "limit"):
             chosen[before + 1] = "signal"
+    words = settings(  # a limit is a minute or more away
+        f"train.max_steps={100 + 30 * EVENTS + 400 * chosen.count('limit')}", "layout=zero3x3", "train.global_batch_size=12",
+        "checkpoint.every=10",
+    )  # fmt: skip
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     job = submitted(slurm, tmp_path, [*words, f"output={parts}"], wait=30)
     for kind in chosen:
