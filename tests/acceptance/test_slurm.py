@@ -326,10 +326,10 @@ def test_a_run_that_events_stop_again_and_again_ends_bit_for_bit(
     for before, kind in enumerate(chosen[1:]):
         if (chosen[before], kind) == ("killed stepd", "limit"):
             chosen[before + 1] = "signal"
-    words = settings(  # a limit is a minute or more away
-        f"train.max_steps={100 + 30 * EVENTS + 400 * chosen.count('limit')}", "layout=zero3x3", "train.global_batch_size=12",
-        "checkpoint.every=10",
-    )  # fmt: skip
+    steps = 100 + 30 * EVENTS + 400 * chosen.count("limit")  # a limit is a minute or more away
+    words = settings(
+        f"train.max_steps={steps}", "layout=zero3x3", "train.global_batch_size=12", "checkpoint.every=10"
+    )
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     job = submitted(slurm, tmp_path, [*words, f"output={parts}"], wait=30)
     for kind in chosen:
