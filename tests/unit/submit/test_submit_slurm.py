@@ -34,7 +34,9 @@ def script(*words: str) -> str:
 
 def test_the_script_asks_for_what_the_plan_needs_and_requeues_on_75(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", "/scratch/hf")
-    says(script("cluster.slurm.partition=gpu", "cluster.time_limit=24h", "cluster.storage=/shared"))
+    text = script("cluster.slurm.partition=gpu", "cluster.time_limit=24h", "cluster.storage=/shared")
+    says(text)
+    assert text in (Path(__file__).parents[3] / "docs" / "clusters.md").read_text("utf-8")
     monkeypatch.setenv("PATH", "/usr/bin")  # the environment isn't active
     assert f" {sys.executable} -m meshtune train" in script()
     assert " python -m meshtune train" in script("cluster.slurm.container=me/image:1")
