@@ -60,6 +60,7 @@ class Driver:
             raise UserError(f"{self.listing} isn't there: all nodes must see the sweep's folder.")
         numbers = self.listing.read_text("utf-8").split()
         self.waiting = [read_task(self.folder, int(number)) for number in numbers]
+        self.function = ray.remote(experiment)
         self.queued: dict[Any, Task] = {}  # Ray's reference of a task -> experiment
         self.starts: Counter[int] = Counter()  # by number
         self.too_large: dict[int, float] = {}  # number -> time since when no node is large enough
@@ -87,12 +88,11 @@ class Driver:
         self.starts[task.number] += 1
         needs, options = self.needs(task), self.options
         threads = {"OMP_NUM_THREADS": str(max(1, int(needs["CPU"] / task.world)))}  # of a rank
-        remote = self.ray.remote(
+        variables = threads | self.ray.get_runtime_context().runtime_env.get("env_vars", {})
+        reference = self.function.options(
             num_cpus=needs.pop("CPU"), num_gpus=needs.pop("GPU", 0), memory=needs.pop("memory", None),
             resources=needs, max_retries=0, runtime_env=ORDINARY,
-        )(experiment)  # fmt: skip
-        variables = threads | self.ray.get_runtime_context().runtime_env.get("env_vars", {})
-        reference = remote.remote(options.sweep, options.job, task.number, variables, options.folder)
+        ).remote(options.sweep, options.job, task.number, variables, options.folder)  # fmt: skip
         self.queued[reference] = task
 
     def ended(self, task: Task, reference: Any) -> None:

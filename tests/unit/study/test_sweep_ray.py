@@ -147,12 +147,15 @@ class SmallRay(SimpleNamespace):
         """ends: number of an experiment -> exit codes and errors of its tasks."""
         self.ends, self.started, self.cancelled, self.most = ends, list[tuple[int, Any]](), list[int](), 0
 
-    def remote(self, **options: Any) -> Any:
-        def start(_sweep: str, _job: str, number: int, variables: Any, _folder: Any) -> int:
-            self.started.append((number, (options["num_cpus"], options["num_gpus"], variables)))
-            return number
+    def remote(self, _: Any) -> Any:
+        def options(**options: Any) -> Any:
+            def start(_sweep: str, _job: str, number: int, variables: Any, _folder: Any) -> int:
+                self.started.append((number, (options["num_cpus"], options["num_gpus"], variables)))
+                return number
 
-        return lambda function: SimpleNamespace(remote=start)
+            return SimpleNamespace(remote=start)
+
+        return SimpleNamespace(options=options)
 
     def get_runtime_context(self) -> Any:
         return SimpleNamespace(runtime_env={"env_vars": {"A": "b"}})
