@@ -394,7 +394,7 @@ class DataConfig(Section):
 
 
 class SlurmConfig(Section):
-    """Options of Slurm's sbatch, for `meshtune submit --to slurm`."""
+    """Options of Slurm's sbatch, for `meshtune submit` and `sweep --to slurm`."""
 
     partition: str | None = setting(None, "Partition; null: the cluster's default.", min_length=1)
     account: str | None = setting(None, "Account that is charged.", min_length=1)
@@ -449,7 +449,7 @@ class ClusterConfig(Section):
         {}, "Fields of dstack's task, for `meshtune submit --to dstack`; they replace ours."
     )
     ray: dict[str, Any] = setting(
-        {}, "Fields of a job of Ray, for `meshtune submit --to ray`; they replace ours."
+        {}, "Fields of a job of Ray, for `meshtune submit` and `sweep --to ray`; they replace ours."
     )
 
     @field_validator("gpu", mode="before", json_schema_input_type=str | int | None)

@@ -1,7 +1,9 @@
 """A real Ray of three nodes on this machine, in an environment of its own: scripts/export_readers.py ray."""
 
+import json
 import os
 import socket
+import sqlite3
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -12,6 +14,7 @@ import pytest
 from command import Command, end, losses, wait_until
 
 from meshtune.rundir import RunDir, saved_steps
+from meshtune.study.children import marked
 
 pytestmark = [pytest.mark.all, pytest.mark.needs("ray"), pytest.mark.timeout(3000)]
 
@@ -112,3 +115,40 @@ def test_an_elastic_run_continues_in_another_layout_on_the_node_that_is_left(
         [loss for _, loss, _ in losses(tmp_path / "whole")], rel=1e-3
     )
     cluster.nodes.append(cluster.add_node(**NODE))
+
+
+def test_a_sweep_survives_a_lost_node_a_killed_collector_and_a_stop(
+    cluster: Any,
+    meshtune: Command,
+    begin: Any,
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Four trainings of one and two ranks, two at once."""
+    monkeypatch.setattr("meshtune.study.ray.LOOK", 2.0)
+    out, file = tmp_path / "out", tmp_path / "sweep.yaml"
+    axes = {"train.seed": [1, 2], "layout": ["mb1", "zero3x2-mb1"]}
+    file.write_text(json.dumps({"run": "train", "base": {"train": {"device": "cpu"}}, "axes": axes}))
+    ray = (f"cluster.ray={{address: 'http://{cluster.webui_url}', bundle: {{CPU: 1}}}}", "--to", "ray")
+    words = ("sweep", file, *settings("train.max_steps=60"), *ray, "--out", out, "--json")
+    collector = begin(*words)
+    wait_until(lambda: sum(bool(losses(folder)) for folder in (out / "runs").glob("?")) == 2)
+    (job,) = {row[0].rpartition("_")[0] for row in database(out, "SELECT job FROM experiments")}
+    collector.kill()
+    cluster.remove_node(cluster.nodes.pop(), allow_graceful=False)
+    wait_until(lambda: "It is started again" in meshtune("submit", "logs", f"ray:{job}").out)
+    cluster.nodes.append(cluster.add_node(**NODE))
+    meshtune("submit", "cancel", f"ray:{job}")
+    wait_until(lambda: "was stopped" in meshtune("submit", "status", f"ray:{job}").out)
+    assert not [*marked(job.partition("@")[0])]
+    assert meshtune(*words).json["counts"]["waiting"] > 0
+    done = meshtune(*words)
+    assert done.json["counts"] == {"done": 4}, done.err
+    starts = [RunDir(out / "runs" / str(number)).rows("run")[-1] for number in range(1, 5)]
+    assert sorted(start["world"] for start in starts) == [1, 1, 2, 2]
+    assert database(out, "SELECT DISTINCT loss IS NOT NULL, job FROM experiments") == [(1, None)]
+
+
+def database(out: Path, query: str) -> list[Any]:
+    return sqlite3.connect(out / "sweep.db").execute(query).fetchall()

@@ -179,15 +179,15 @@ def test_a_sweep_is_submitted_as_arrays_and_collected_after_a_kill(
     layouts = ["mb1-ga2", "mb2-ga1", "zero3x2-mb1-ga1", "tp3-mb1-ga1"]
     axes = {"layout": layouts}
     file.write_text(json.dumps({"base": base, "steps": 1, "axes": axes, "slurm": {"comment": "a study"}}))
-    words = [sys.executable, "-m", "meshtune", "sweep", file, "--slurm", "--out", out, "--json"]
+    words = [sys.executable, "-m", "meshtune", "sweep", file, "--to", "slurm", "--out", out, "--json"]
     killed = slurm("timeout", "--signal=KILL", "30", *words)
     assert killed.returncode in (0, -9, 137), killed.stderr  # timeout kills itself, too
     database = sqlite3.connect(out / "sweep.db")
     statuses = [status for (status,) in database.execute("SELECT status FROM experiments ORDER BY number")]
     assert statuses[3] == "refused" and "waiting" not in statuses
     if "running" in statuses:
-        elsewhere = slurm(*[word for word in words if word != "--slurm"])
-        assert elsewhere.returncode == 2 and "collect them with --slurm" in elsewhere.stderr
+        elsewhere = slurm(*[word for word in words if word not in ("--to", "slurm")])
+        assert elsewhere.returncode == 2 and "collect them with --to slurm" in elsewhere.stderr
     done = slurm(*words)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["counts"] == {"done": 3, "refused": 1}
@@ -210,7 +210,8 @@ def test_an_experiment_on_two_machines_trains_and_a_held_array_of_a_killed_sweep
     out.mkdir()
     (out / "sweep.sbatch").write_text("#!/bin/bash\ntrue\n")
     held = slurm("sbatch", "--parsable", "--hold", "--array=0-1", out / "sweep.sbatch", "x")
-    words = [sys.executable, "-m", "meshtune", "sweep", file, *settings, "--slurm", "--out", out, "--json"]
+    words = [sys.executable, "-m", "meshtune", "sweep", file, *settings, "--to", "slurm", "--json"]
+    words += ["--out", out]
     done = slurm(*words)
     assert done.returncode == 0, done.stderr
     assert f"Cancelled the held array {held.stdout.strip()}," in done.stderr

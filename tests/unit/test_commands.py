@@ -49,6 +49,7 @@ def test_help_has_groups_whole_lines_and_flags_without_a_type(capsys: pytest.Cap
     "words",
     [
         "train --learning-rate 1e-4",
+        "sweep sweep.yaml --slurm",
         "train --lr=3",
         "train --config run.yaml",
         "plan llama-3.1-8b",

@@ -15,7 +15,7 @@ import yaml
 from meshtune.api.plan import Log, silent, workloads
 from meshtune.api.settings import plain
 from meshtune.config import Config, load
-from meshtune.errors import UserError, did_you_mean, expanded, nearest
+from meshtune.errors import Table, UserError, did_you_mean, expanded, nearest
 from meshtune.notebook import Notebook
 from meshtune.plan.changes import empty_plan_error
 from meshtune.plan.cluster import Cluster, cluster_for, cluster_here, gpus_here
@@ -23,15 +23,18 @@ from meshtune.plan.search import search
 from meshtune.plan.workload import Workload
 from meshtune.report.experiments.database import DATABASE
 from meshtune.rundir import RunDir, write_settings
+from meshtune.study import ray, slurm
 from meshtune.study.children import DRYRUN, Task, kill_marked
 from meshtune.study.judge import Here, Judged, judge
 from meshtune.study.outcomes import train_outcome
+from meshtune.study.queue import Queue, collect, follow, read_task, run_in_job
 from meshtune.study.runner import Devices, Progress, machine_facts, run_all
-from meshtune.study.slurm import cancel_unknown, check_sbatch, collect, follow, read_task, run_in_job, submit
 from meshtune.study.store import DOES_NOT_FIT, DONE, FINISHED, REFUSED, RUNNING, WAITING, Outcome, Store
 from meshtune.study.sweep_file import Experiment, SweepFile, read_sweep
 from meshtune.units import counted, on_screen, working
 
+QUEUES: Mapping[str, Queue] = Table("--to", {"slurm": slurm, "ray": ray})
+ONE_RUN = ("sky", "kubeflow", "dstack")  # engines that `meshtune submit` sends single runs to
 PLANNER = "planner"
 TIERS = (PLANNER, DRYRUN)  # values of --simulate
 AGAIN = (*FINISHED, RUNNING)  # statuses that --retry takes
@@ -80,7 +83,7 @@ def sweep(
     everything: bool = False,
     simulate: str | bool | None = None,
     jobs: int | None = None,
-    slurm: bool = False,
+    to: str | None = None,
     retry: Sequence[str] = (),
     log: Log | None = None,
     count: Log | None = None,
@@ -90,60 +93,68 @@ def sweep(
     file: a YAML file, or the mapping that it holds (docs/sweep.md). overrides: section.key=value each, laid
     over its base. out: folder of the results; None: runs/<name of the file>. everything: run those too that
     the planner says do not fit. simulate: "planner" (or True) or "dryrun" instead of running them. jobs:
-    experiments at once; None: one on a processor, all that fit on GPUs. slurm: submit them as job arrays, and
-    collect. retry: statuses whose experiments are run again. log: as of `plan`. count: called with the number
-    of those predicted; None: a terminal shows it, `log` gets one line. Running out of memory, a crash, a
-    refusal and a time-out are results. Raises UserError for a bad file, and for a folder that another sweep
-    writes; Interrupted at Ctrl-C.
+    experiments at once; None: one on a processor, all that fit on GPUs. to: "slurm" or "ray": submit them to
+    that cluster's queue, and collect. retry: statuses whose experiments are run again. log: as of `plan`.
+    count: called with the number of those predicted; None: a terminal shows it, `log` gets one line. Running
+    out of memory, a crash, a refusal and a time-out are results. Raises UserError for a bad file, and for a
+    folder that another sweep writes; Interrupted at Ctrl-C.
     """
     simulate, log = PLANNER if simulate is True else simulate or None, log or on_screen
-    check_options(simulate, retry, slurm=slurm, everything=everything, jobs=jobs)
+    check_options(simulate, retry, to=to, everything=everything, jobs=jobs)
     source = plain(file) if isinstance(file, Mapping) else expanded(str(file))
     plan = read_sweep(source, overrides)
-    if slurm:
-        check_sbatch(plan.slurm)
+    queue = QUEUES[to] if to else None
+    if queue:
+        queue.options_of(plan)
     if fields := plan.replaced_fields:
         log(f"The axis layout replaces the base's layout ({fields}): write its fields in each layout.")
     folder = expanded(str(out)) if out else Path("runs") / plan.name
-    here = place_of(simulate, slurm=slurm)
+    here = place_of(simulate, elsewhere=bool(to))
     with Store(folder / DATABASE, log) as store:
-        prepared = prepare(store, plan, folder, here, simulate, slurm=slurm, log=log)
-        if slurm:  # first: what has a result is not submitted again, and a retry gets no result of before
+        prepared = prepare(store, plan, folder, here, simulate, elsewhere=bool(to), log=log)
+        if queue:  # first: what has a result is not submitted again, and a retry gets no result of before
             collect(store, folder)
         again = store.rows(*retry, keys=prepared) if retry else []
         if everything:  # but for those that were run, and had no room: that is their result
             again += [row for row in store.rows(DOES_NOT_FIT, keys=prepared) if row.seconds is None]
         store.wait_again(row.number for row in again)
         in_jobs = [row for row in store.rows(RUNNING) if row.job]
-        if in_jobs and not slurm:
-            raise UserError(
-                f"Slurm's jobs have {counted(len(in_jobs), 'experiment')} of {folder}; collect them with "
-                "--slurm, or cancel the jobs and add --retry running."
-            )
+        check_jobs([str(row.job) for row in in_jobs], to, folder)
         tasks = pending(store, plan, prepared, here, simulate, everything=everything, log=log, count=count)
         done = len(prepared) - len(tasks) - len(in_jobs)
-        gpus = () if simulate or slurm else gpus_for(tasks)
+        gpus = () if simulate or queue else gpus_for(tasks)
         devices = Devices(gpus, jobs or len(gpus) or 1)
         processor = simulate is None and store.description()["gpus"] == 0
         progress = Progress(store, len(prepared), done, devices, log, per="rank" if processor else "GPU")
-        if slurm:
+        if queue:
             whole = folder.resolve()
-            cancel_unknown(store, whole, log)
+            queue.recover(store, whole, log)
             if tasks:
-                ids = submit(store, tasks, whole, name=plan.name, options=plan.slurm, jobs=jobs or 0)
-                log(f"Submitted {counted(len(tasks), 'experiment')} to Slurm, in the arrays {', '.join(ids)}")
-            follow(store, whole, progress, log)
+                ids = queue.submit(store, tasks, whole, plan, jobs or 0)
+                log(f"Submitted {counted(len(tasks), 'experiment')} to {queue.TITLE}: {', '.join(ids)}")
+            follow(store, queue, whole, progress, log)
         elif tasks:
             sweep_id = store.description()["id"]
             run_all(store, tasks, folder, devices, sweep=sweep_id, progress=progress, log=log)
         return swept(store, folder, plan, prepared, simulate)
 
 
+def check_jobs(jobs: Sequence[str], to: str | None, folder: Path) -> None:
+    """Raise UserError if experiments are in another queue than `to`. jobs: as `Row.job`."""
+    for name, queue in QUEUES.items():
+        there = [job for job in jobs if job.startswith(ray.NAME) == (name == "ray")]
+        if there and name != to:
+            raise UserError(
+                f"{queue.TITLE}'s jobs have {counted(len(there), 'experiment')} of {folder}; collect them "
+                f"with --to {name}, or cancel the jobs and add --retry running."
+            )
+
+
 def check_options(
     simulate: str | None,
     retry: Sequence[str],
     *,
-    slurm: bool,
+    to: str | None,
     everything: bool = False,
     jobs: int | None = None,
 ) -> None:
@@ -156,8 +167,13 @@ def check_options(
         if word not in AGAIN:
             near = did_you_mean(nearest(word, AGAIN))
             problems.append(f"--retry {word}: write one of {', '.join(AGAIN)}{near}")
-    if slurm and simulate:
-        problems.append("--slurm runs experiments on a cluster, --simulate runs none; leave one out.")
+    if to and simulate:
+        problems.append(f"--to {to} runs experiments on a cluster, --simulate runs none; leave one out.")
+    if to in ONE_RUN:
+        problems.append(
+            f"--to {to}: a sweep needs a queue on machines that share a folder, {' or '.join(QUEUES)}; "
+            f"`meshtune submit --to {to}` sends single runs."
+        )
     if simulate == PLANNER:
         unused = [option for option, given in (("--all", everything), ("--jobs", jobs is not None)) if given]
         problems += [
@@ -169,8 +185,11 @@ def check_options(
         raise UserError(problems)
 
 
-def place_of(simulate: str | None, *, slurm: bool) -> Here:
-    """The devices that experiments are planned for: those of the settings, or of this machine."""
+def place_of(simulate: str | None, *, elsewhere: bool) -> Here:
+    """The devices that experiments are planned for: those of the settings, or of this machine.
+
+    elsewhere: they run in a cluster's queue.
+    """
     seen = [] if simulate else gpus_here()
 
     def of_settings(config: Config, world: int | None) -> Cluster:
@@ -187,12 +206,12 @@ def place_of(simulate: str | None, *, slurm: bool) -> Here:
         if gpus and world and world > len(gpus):
             raise UserError(
                 f"The layout has {counted(world, 'rank')}, but this machine has {counted(len(gpus), 'GPU')}; "
-                "run it on several machines by --slurm, or leave it out by a condition in `where`."
+                "run it on several machines by --to slurm, or leave it out by a condition in `where`."
             )
         return cluster_here(config, world or len(gpus) or 1, gpus)
 
     def cluster(config: Config, world: int | None) -> Cluster:
-        settled = simulate or (slurm and config.train.device != "cpu")
+        settled = simulate or (elsewhere and config.train.device != "cpu")
         return (of_settings if settled else of_machine)(config, world)
 
     return Here(cluster, workload_of)
@@ -215,7 +234,14 @@ def best_layouts(here: Here, tree: Mapping[str, Any], number: int) -> list[str]:
 
 
 def prepare(
-    store: Store, plan: SweepFile, folder: Path, here: Here, simulate: str | None, *, slurm: bool, log: Log
+    store: Store,
+    plan: SweepFile,
+    folder: Path,
+    here: Here,
+    simulate: str | None,
+    *,
+    elsewhere: bool,
+    log: Log,
 ) -> dict[str, Experiment]:
     """Make the database hold the experiments of the file, and settle what a killed sweep has left; returns
     the experiments by key.
@@ -233,7 +259,7 @@ def prepare(
         log(f"Ended what a killed sweep had left: {killed} processes.")
     settle(store, folder)
     new, unlisted = store.add([*experiments.values()], plan.axes)
-    store.describe(facts_of(plan, simulate, sweep_id, before, slurm=slurm))
+    store.describe(facts_of(plan, simulate, sweep_id, before, elsewhere=elsewhere))
     text = yaml.safe_dump(plain(plan.document), sort_keys=False, allow_unicode=True)
     write_settings(folder / "sweep.yaml", text)
     counts = store.counts(experiments)
@@ -245,10 +271,10 @@ def prepare(
 
 
 def facts_of(
-    plan: SweepFile, simulate: str | None, sweep_id: str, before: Mapping[str, Any], *, slurm: bool
+    plan: SweepFile, simulate: str | None, sweep_id: str, before: Mapping[str, Any], *, elsewhere: bool
 ) -> dict[str, Any]:
-    """Rows of the table `sweep`; those of the machine are of the first start. slurm: its nodes run the
-    experiments.
+    """Rows of the table `sweep`; those of the machine are of the first start. elsewhere: nodes of a
+    cluster run the experiments.
     """
     facts: dict[str, Any] = {
         "id": sweep_id, "name": plan.name, "file": plain(plan.document), "axes": plan.axes, "run": plan.run,
@@ -256,13 +282,13 @@ def facts_of(
     }  # fmt: skip
     if "started" not in before:
         on_processor = (plan.base.get("train") or {}).get("device") == "cpu"
-        facts |= machine_facts(simulate, on_processor=on_processor, slurm=slurm)
+        facts |= machine_facts(simulate, on_processor=on_processor, elsewhere=elsewhere)
     return facts
 
 
 def settle(store: Store, folder: Path) -> None:
     """Set what a killed sweep was running to waiting, but for a training run that had finished; experiments
-    that Slurm runs are left to it.
+    in a cluster's queue are left to it.
     """
     for row in store.rows(RUNNING):
         if row.job:
@@ -347,7 +373,7 @@ def of_planner(verdict: Judged) -> Outcome:
 
 
 def run_task(file: str, folder: Path | None, number: int) -> None:
-    """Run one experiment inside a task of Slurm, and write its result. file: sweep.yaml of the results'
+    """Run one experiment inside a task of a queue, and write its result. file: sweep.yaml of the results'
     folder.
     """
     at = (folder or Path(file).parent).absolute()

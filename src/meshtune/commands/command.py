@@ -47,6 +47,7 @@ OTHER_NAMES = {  # command -> its names in other trainers
     "data": "preprocess",
     "ui": "webui",
 }
+OTHER_OPTIONS = {("sweep", "--slurm"): "--to slurm"}  # (command, option) -> what it is called now
 
 
 class Help:
@@ -127,6 +128,8 @@ def setting_meant(command: str, option: str, words: list[str]) -> str:
     place = next((place for place, word in enumerate(words) if word.partition("=")[0] == option), 0)
     _, equals, value = words[place].partition("=")
     value = value if equals else next(iter(words[place + 1 :]), "…")
+    if instead := OTHER_OPTIONS.get((command, option)):
+        return f"write {instead}."
     if option in ("--config", "--config-file", "-c"):
         return f"a config file needs no option; write meshtune {command} {value}."
     if section := section_of("options", option):

@@ -46,15 +46,16 @@ def sweep(
         int | None,
         typer.Option(min=1, help="experiments at once; default: 1 on a processor, all that fit on GPUs"),
     ] = None,
-    slurm: Annotated[
-        bool, typer.Option(help="submit the experiments as Slurm job arrays, and collect")
-    ] = False,
+    to: Annotated[
+        str | None,
+        typer.Option(metavar="[slurm|ray]", help="submit the experiments to a cluster's queue, and collect"),
+    ] = None,
     retry: Annotated[
         str | None,
         typer.Option(metavar="STATUS,…", help="run again those that ended so, such as crashed,'timed out'"),
     ] = None,
     task: Annotated[
-        int | None, typer.Option(hidden=True, help="run this experiment of a Slurm array")
+        int | None, typer.Option(hidden=True, help="run this experiment of a cluster's queue")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -77,7 +78,7 @@ def sweep(
     # Only the planner's tier starts no processes, which a thread that draws a line would disturb.
     with working("predicting experiments") if simulate == "planner" else nullcontext() as count:
         done = api.sweep(
-            file, overrides, out=folder, everything=everything, simulate=simulate, jobs=jobs, slurm=slurm,
+            file, overrides, out=folder, everything=everything, simulate=simulate, jobs=jobs, to=to,
             retry=words, log=log, count=count,
         )  # fmt: skip
     show(swept(done.as_dict()), as_json=as_json)

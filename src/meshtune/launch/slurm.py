@@ -38,6 +38,23 @@ def option_problems(names: Mapping[str, Any], ours: Collection[str], setting: st
         yield f"{setting}{PER_NODE} = {per_node}: write a number of GPUs, 8 or h100:8."
 
 
+def options_of_section(
+    section: Mapping[str, Any], ours: Collection[str], by: str, problems: list[str]
+) -> dict[str, Any]:
+    """Options of sbatch in cluster.slurm, by name. problems: gets a sentence for each wrong one, as
+    `option_problems` yields them.
+    """
+    extra: dict[str, Any] = {}
+    for word in section.get("extra", ()):
+        name, equals, value = word.removeprefix("--").partition("=")
+        extra[name] = value if equals else True
+        if not word.startswith("--"):
+            problems.append(f"cluster.slurm.extra: {word} isn't an option such as --comment=sft.")
+    problems += option_problems(extra, ours, "cluster.slurm.extra: --", by)
+    names = ("partition", "account", "qos", "constraint")
+    return {name: section[name] for name in names if section.get(name)} | extra
+
+
 def option_words(options: Mapping[str, Any]) -> list[str]:
     """Options of sbatch as words: --name for True, nothing for False."""
     return [

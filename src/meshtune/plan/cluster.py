@@ -31,7 +31,7 @@ from meshtune.yaml_tree import read_toml, read_yaml
 MARGIN = 0.04  # share of a GPU's memory that a plan leaves free, on a kind with a measured matmul rate
 UNMEASURED_MARGIN = 0.10  # on any other kind
 ON_PROCESSORS = ("memory_margin", "memory_budget_gib")  # settings that count for ranks on a processor
-FOR_SUBMIT = ("storage", "time_limit", "slurm", "sky", "kubeflow", "dstack", "ray")  # read by it only
+FOR_SUBMIT = ("storage", "time_limit", "slurm", "sky", "kubeflow", "dstack", "ray")  # of jobs, not of plans
 NETWORK_SHARE = 0.7  # of the network's bandwidth that collectives reach, until it is measured
 
 

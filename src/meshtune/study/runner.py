@@ -293,14 +293,14 @@ class Signals:
 # The machine #
 
 
-def machine_facts(simulated: str | None, *, on_processor: bool, slurm: bool) -> dict[str, Any]:
+def machine_facts(simulated: str | None, *, on_processor: bool, elsewhere: bool) -> dict[str, Any]:
     """Rows of the table `sweep`: host, devices, versions, commit, time.
 
     simulated: the devices are those of the settings. on_processor: the experiments use no GPU, whatever the
-    machine has. slurm: they run on nodes whose devices are not known here.
+    machine has. elsewhere: they run on nodes whose devices are not known here.
     """
     facts = {"started": time_now(), "versions": versions(), **git_facts()}
-    if slurm:
+    if elsewhere:
         return {"submitted_from": socket.gethostname(), "gpus": 0 if on_processor else None, **facts}
     gpus = [] if on_processor else [name for name, _ in gpus_here()]
     device = None if simulated else ", ".join(dict.fromkeys(gpus)) or processor_name()

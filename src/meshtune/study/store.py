@@ -94,7 +94,7 @@ class Row:
     status: str
     seconds: float | None
     predicted_step_seconds: float | None
-    job: str | None  # Slurm's id of the task that runs it
+    job: str | None  # id of the task in a cluster's queue that runs it
     started: str | None  # when its last attempt did, as `time_now` writes it
 
 
@@ -279,7 +279,7 @@ class Store:
                     self._set(database, number, values)
 
     def start(self, numbers: Iterable[int], job: str | None = None) -> None:
-        """Set experiments to running. job: Slurm's id of the array, to which the place in it is added."""
+        """Set experiments to running. job: id in a queue, to which the place in the job is added."""
         with self._transaction() as database:
             for place, number in enumerate(numbers):
                 database.execute(

@@ -21,6 +21,7 @@ from typing import Any
 from meshtune.config import laid_over
 from meshtune.errors import UserError, did_you_mean, expanded, nearest, written
 from meshtune.layout import AUTO, AXES, DATA_AXES, Layout, parse_fields
+from meshtune.plan.cluster import FOR_SUBMIT
 from meshtune.study.conditions import Condition
 from meshtune.study.sweep_settings import (
     LAYOUT_FIELDS,
@@ -181,6 +182,7 @@ class SweepFile:
     explicit: tuple[Change, ...]  # experiments besides the grid
     where: tuple[Condition, ...]
     slurm: Mapping[str, Any]  # long options of sbatch
+    submission: Mapping[str, Any]  # settings of FOR_SUBMIT in the base's cluster: no experiment reads them
     document: Mapping[str, Any]  # the file, with its base written out
 
     @cached_property
@@ -347,9 +349,15 @@ def read_sweep(
     if problems:
         raise UserError(problems)
     written_out = {**document, "base": base} if base else document
+    cluster, submission = base.get("cluster"), dict[str, Any]()
+    if isinstance(cluster, Mapping):
+        submission = {name: value for name, value in cluster.items() if name in FOR_SUBMIT}
+        rest = {name: value for name, value in cluster.items() if name not in FOR_SUBMIT}
+        base = {**base, "cluster": rest} if rest else without(base, ["cluster"])
     return SweepFile(
-        name, base, run, int(steps), limit, tuple(factors), tuple(explicit), tuple(where), slurm, written_out
-    )
+        name, base, run, int(steps), limit, tuple(factors), tuple(explicit), tuple(where), slurm, submission,
+        written_out,
+    )  # fmt: skip
 
 
 def unknown_key(key: Any) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from meshtune.errors import UserError, did_you_mean, nearest, written
-from meshtune.launch.client import client_output, id_in
+from meshtune.errors import UserError, written
+from meshtune.launch.ray import ENVIRON, OURS, client, field_problems, state_of, submitted, words_of
 from meshtune.submit.fields import inputs, laid, secrets, text_of
 from meshtune.units import counted
 
@@ -21,12 +20,6 @@ if TYPE_CHECKING:
 FILE = "job.yaml"
 WAIT = 24 * 3600  # seconds in which Ray has to have the machines, at the start and when one was lost
 SAVING = 60  # seconds that Ray waits beyond the margin, for the driver
-ENVIRON = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # variables with the address, for Ray's client
-JSON = ("runtime_env", "metadata", "entrypoint_resources", "entrypoint_label_selector")
-FIELDS = (  # of cluster.ray; all but the first two are those of Ray's job
-    "address", "bundle", *JSON, "entrypoint_num_cpus", "entrypoint_num_gpus", "entrypoint_memory",
-)  # fmt: skip
-OURS = ("entrypoint", "submission_id", "job_id")
 
 
 def files(job: "Job", options: Mapping[str, Any]) -> dict[str, str]:
@@ -80,27 +73,11 @@ def files(job: "Job", options: Mapping[str, Any]) -> dict[str, str]:
     return {FILE: text_of("ray", comments, request)}
 
 
-def words_of(request: Mapping[str, Any]) -> list[str]:
-    """Words of `ray job` that submit a job, without its address; no option of Ray's reads a file of these."""
-    words = ["submit", "--no-wait"]
-    for name, value in request.items():
-        if name not in ("address", "entrypoint"):
-            option = name.replace("_", "-") + ("-json" if name in JSON[:2] else "")
-            words.append(f"--{option}={json.dumps(value) if name in JSON else value}")
-    return [*words, "--", *shlex.split(request["entrypoint"])]
-
-
 def checked(job: "Job", options: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each field of cluster.ray that Ray does not have or the job sets itself, and for a
     folder that the machines do not share.
     """
-    for name, value in options.items():
-        if name in OURS:
-            yield f"cluster.ray.{name} is set by meshtune submit; leave it out."
-        elif name not in FIELDS:
-            yield f"cluster.ray.{name} is not a field of a job of Ray{did_you_mean(nearest(name, FIELDS))}"
-        elif name in ("bundle", *JSON[2:]) and not isinstance(value, Mapping):
-            yield f"cluster.ray.{name} = {written(value)}: write a mapping."
+    yield from field_problems(options, "meshtune submit")
     if "://" in job.storage:
         yield (
             f"cluster.storage = {job.storage}: Ray mounts no object store; name a folder that all nodes see."
@@ -116,33 +93,14 @@ def checked(job: "Job", options: Mapping[str, Any]) -> Iterator[str]:
 
 def send(folder: Path) -> str:
     """Submit the job; returns its id, with the address of the cluster where the settings have it."""
-    request = yaml.safe_load((folder / FILE).read_text("utf-8"))
-    address = request.get("address")
-    if not (address or any(map(os.environ.get, ENVIRON))):  # else Ray's client starts a cluster here
-        raise UserError(
-            f"No address of a cluster of Ray: set cluster.ray.address=http://HEAD:8265, or {ENVIRON[0]}."
-        )
-    at = f"@{address}" if address else ""
-    answer = client(at, *words_of(request))
-    return id_in(answer, r"Job '(.+?)' submitted", "ray job list") + at
-
-
-def client(job: str, command: str, *words: str) -> str:
-    """Output of `ray job COMMAND`. job: as `send` returns it."""
-    address = job.partition("@")[2]
-    options = [f"--address={address}"] if address else []
-    where = {"": f"Asked at {address or 'the address of RAY_API_SERVER_ADDRESS'}."}
-    return client_output("Ray", "ray", "job", command, *options, *words, look="ray job list", remedies=where)
+    return submitted(yaml.safe_load((folder / FILE).read_text("utf-8")))
 
 
 def status(job: str) -> str:
     """Sentence on the state of a job."""
-    number = job.partition("@")[0]
-    answer = client(job, "status", number)
-    states = r"Job '.+?' (succeeded|failed|was stopped)|Status for job '.+?': (\w+)"
-    state = next((ended or running for ended, running in re.findall(states, answer)), "in an unknown state")
+    state = state_of(job)
     seen = f"; `meshtune submit logs ray:{job}` has why" if state == "failed" else ""
-    return f"Ray's job {number}: {state}{seen}."
+    return f"Ray's job {job.partition('@')[0]}: {state}{seen}."
 
 
 def logs(job: str) -> str:

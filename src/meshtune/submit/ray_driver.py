@@ -11,7 +11,6 @@ not used: it makes the process group itself, and runs training in a thread, wher
     others          the job's exit code
 """
 
-import ctypes
 import json
 import os
 import signal
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtune.errors import Interrupted, NoProgress, UserError, reason_of
+from meshtune.launch.ray import ORDINARY, started
 from meshtune.launch.signals import StopRequest
 from meshtune.rundir import RunDir, saved_steps
 from meshtune.units import counted, duration, notice
@@ -35,7 +35,6 @@ from meshtune.units import counted, duration, notice
 LOOK = 1.0  # seconds between looks at a machine's process
 SAID = 30.0  # seconds without machines after which the log has a line on it
 GATHER = 120.0  # seconds in which an elastic job's start waits for all machines, before it takes fewer
-ORDINARY = {"env_vars": {"RAY_worker_niceness": "0"}}  # priority; Ray's workers have the nice value 15
 FRUITLESS = 3  # starts in a row without a new checkpoint, after which the job ends
 
 
@@ -60,13 +59,8 @@ class Starter:
 
     def start(self, words: Sequence[str], variables: Mapping[str, str], folder: str | None) -> None:
         """Start `meshtune`. folder: in which; None: the one that Ray has made."""
-        library = ctypes.CDLL(None) if sys.platform == "linux" else None
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "meshtune", *words], env={**os.environ, **variables}, cwd=folder,
-            stdin=subprocess.DEVNULL, stdout=self.output, stderr=subprocess.STDOUT,
-            # PR_SET_PDEATHSIG: it ends with the actor, and the ranks with it
-            preexec_fn=library and (lambda: library.prctl(1, signal.SIGKILL)),
-        )  # fmt: skip
+        environment = {**os.environ, **variables}
+        self.process = started(words, environment, cwd=folder, stdout=self.output, stderr=subprocess.STDOUT)
 
     def look(self) -> tuple[bytes, int | None]:
         """(Output since the last look, exit code), after LOOK seconds at most; None: the process runs."""

@@ -19,8 +19,8 @@ from meshtune.launch.slurm import (
     COMMENT,
     FORGOTTEN,
     PER_NODE,
-    option_problems,
     option_words,
+    options_of_section,
     slurm_output,
     state_of,
 )
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 SCRIPT = "job.sbatch"
 WAIT = 600  # seconds from the end of the first rank until srun ends the others
-EXTRA = "cluster.slurm.extra: --"
 # Options that follow from the job; others may be given anew in cluster.slurm.extra.
 OURS = (
     "nodes", "ntasks", "ntasks-per-node", "job-name", "array", "chdir", "hold", "parsable", "output",
@@ -83,13 +82,8 @@ exit $code
 
 def words_of(job: "Job", options: Mapping[str, Any]) -> list[str]:
     """Options of sbatch; those of cluster.slurm.extra replace ours."""
-    extra, problems = {}, []
-    for word in options["extra"]:
-        name, equals, value = word.removeprefix("--").partition("=")
-        extra[name] = value if equals else True
-        if not word.startswith("--"):
-            problems.append(f"cluster.slurm.extra: {word} isn't an option such as --comment=sft.")
-    problems += option_problems(extra, OURS, EXTRA, "meshtune submit")
+    problems = list[str]()
+    theirs = options_of_section(options, OURS, "meshtune submit", problems)
     if problems:
         raise UserError(problems)
     words: dict[str, Any] = {
@@ -98,13 +92,12 @@ def words_of(job: "Job", options: Mapping[str, Any]) -> list[str]:
         **({} if job.processor else {PER_NODE: job.gpus}),
         "cpus-per-task": job.cpus // job.gpus, "mem": f"{job.memory}G", "time": clock(job.limit),
         "requeue": True, "open-mode": "append", "signal": f"USR1@{job.margin}",
-        **{name: options[name] for name in ("partition", "account", "qos", "constraint") if options[name]},
     }  # fmt: skip
     others = {"mem": ("mem-per-cpu", "mem-per-gpu"), PER_NODE: ("gres", "gpus", "gpus-per-task")}
     for name, instead in others.items():  # sbatch refuses both
-        if not extra.keys().isdisjoint(instead):
+        if not theirs.keys().isdisjoint(instead):
             words.pop(name, None)
-    return option_words({**words, **extra})
+    return option_words({**words, **theirs})
 
 
 def contained(job: "Job", container: str | None) -> list[str]:

@@ -12,7 +12,7 @@ from meshtune.errors import UserError
 from meshtune.meter.rows import time_now
 from meshtune.rundir import RunDir
 from meshtune.study.children import Task
-from meshtune.study.slurm import written
+from meshtune.study.queue import written
 from meshtune.study.store import DOES_NOT_FIT, DONE, RUNNING, WAITING, Outcome, Store
 from meshtune.study.sweep_file import Experiment, read_sweep
 
@@ -25,8 +25,8 @@ TOO_LARGE: dict[str, Any] = {
 @pytest.mark.parametrize(("given", "option"), [({"everything": True}, "--all"), ({"jobs": 2}, "--jobs")])
 def test_options_that_the_planner_has_no_use_for_are_refused(given: dict[str, Any], option: str) -> None:
     with refuses(UserError):
-        api.check_options("planner", [], slurm=False, **given)
-    api.check_options("dryrun", [], slurm=False, **given)
+        api.check_options("planner", [], to=None, **given)
+    api.check_options("dryrun", [], to=None, **given)
 
 
 @pytest.mark.ci
@@ -77,14 +77,14 @@ def test_the_machine_is_that_which_runs_the_experiments(monkeypatch: pytest.Monk
     """Not the login node that submits them, nor GPUs that they leave unused."""
     monkeypatch.setattr("meshtune.study.runner.gpus_here", lambda: [("a GPU", 1)])
 
-    def facts(device: str, *, slurm: bool) -> dict[str, Any]:
+    def facts(device: str, *, elsewhere: bool) -> dict[str, Any]:
         document = {**TOO_LARGE, "base": {**TOO_LARGE["base"], "train": {"device": device}}}
-        return api.facts_of(read_sweep(document), None, "id", {}, slurm=slurm)
+        return api.facts_of(read_sweep(document), None, "id", {}, elsewhere=elsewhere)
 
-    here, unused = facts("auto", slurm=False), facts("cpu", slurm=False)
+    here, unused = facts("auto", elsewhere=False), facts("cpu", elsewhere=False)
     assert (here["gpus"], here["device"]) == (1, "a GPU")
     assert unused["gpus"] == 0 and unused["device"] == unused["machine"]["processor"]
-    there, on_processors = facts("auto", slurm=True), facts("cpu", slurm=True)
+    there, on_processors = facts("auto", elsewhere=True), facts("cpu", elsewhere=True)
     assert there["gpus"] is None and on_processors["gpus"] == 0
     assert not {"machine", "device"} & there.keys()
 
@@ -99,13 +99,26 @@ def test_a_result_that_lies_there_is_collected_before_anything_is_submitted(
         store.start(tasks, "7")
         return ["7"]
 
-    monkeypatch.setattr(api, "submit", submit)
+    monkeypatch.setattr(api.slurm, "submit", submit)
+    monkeypatch.setattr(api.slurm, "recover", lambda *_: None)
     monkeypatch.setattr(api, "follow", lambda *_: None)
     document = {**TOO_LARGE, "base": {**TOO_LARGE["base"], "model": {"name": "llama-3.2-1b"}}}
-    api.sweep(document, out=tmp_path, slurm=True)
+    api.sweep(document, out=tmp_path, to="slurm")
     assert [task.number for task in submitted] == [1, 2]
     with Store(tmp_path / "sweep.db") as store:
         store.wait_again([1, 2])  # Slurm had no word of them
     written(submitted[0], tmp_path, Outcome(DONE))
-    assert api.sweep(document, out=tmp_path, slurm=True).counts == {DONE: 1, RUNNING: 1}
+    assert api.sweep(document, out=tmp_path, to="slurm").counts == {DONE: 1, RUNNING: 1}
     assert [task.number for task in submitted] == [1, 2, 2]
+
+
+def test_an_engine_without_a_queue_and_experiments_in_another_queue_are_refused(tmp_path: Path) -> None:
+    for to in ("sky", "pbs"):
+        with refuses(UserError):
+            api.sweep(TOO_LARGE, out=tmp_path, to=to)
+    of_slurm, of_ray = "7_0", "meshtune-7@http://head:8265_0"
+    for job, to in ((of_slurm, "ray"), (of_slurm, None), (of_ray, "slurm")):
+        with refuses(UserError):
+            api.check_jobs([job], to, Path("runs/sweep"))
+    api.check_jobs([of_slurm], "slurm", tmp_path)
+    api.check_jobs([of_ray], "ray", tmp_path)

@@ -26,7 +26,7 @@ def workload_of(config: Config) -> Workload:
     )
 
 
-SIMULATED = Here(place_of("planner", slurm=False).cluster, workload_of)
+SIMULATED = Here(place_of("planner", elsewhere=False).cluster, workload_of)
 
 
 def judged(document: dict[str, Any], run: str = "bench") -> list[Judged]:

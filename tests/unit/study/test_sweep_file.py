@@ -180,3 +180,12 @@ def test_a_file_names_its_base_beside_it_and_key_value_changes_that(
     file.write_text("base: confg.yaml\naxes: {data.seq_len: [64]}\n")
     with refuses(UserError):
         read_sweep(file)
+
+
+def test_where_a_sweep_is_submitted_changes_no_experiment() -> None:
+    def keys(**cluster: Any) -> list[str]:
+        base = {"cluster": cluster} if cluster else {}
+        return [one.key for one in experiments({"base": base, "axes": {"train.seed": [1, 2]}})]
+
+    assert keys() == keys(slurm={"partition": "gpu"}, ray={"address": "http://head:8265"}, storage="/shared")
+    assert keys(gpu="h100-sxm") == keys(gpu="h100-sxm", slurm={"partition": "gpu"}) != keys()

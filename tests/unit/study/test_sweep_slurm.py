@@ -13,22 +13,13 @@ from golden import refuses, says
 
 from meshtune.errors import UserError
 from meshtune.layout import Layout
-from meshtune.study import slurm
+from meshtune.study import queue, slurm
 from meshtune.study.children import Task
+from meshtune.study.queue import collect, follow, read_task, run_in_job, written
 from meshtune.study.runner import Devices, Progress
-from meshtune.study.slurm import (
-    cancel_unknown,
-    check_sbatch,
-    collect,
-    ended_without,
-    follow,
-    read_task,
-    resources,
-    submit,
-    written,
-)
+from meshtune.study.slurm import ended_without, options_of, recover, resources, submit
 from meshtune.study.store import CRASHED, DONE, OUT_OF_MEMORY, RUNNING, TIMED_OUT, WAITING, Outcome, Store
-from meshtune.study.sweep_file import Experiment
+from meshtune.study.sweep_file import Experiment, read_sweep
 
 COMMANDS = {
     "sbatch": (
@@ -44,6 +35,9 @@ COMMANDS = {
     "sacct": 'test -n "$ACCOUNTED" && echo "$ACCOUNTED"',
     "scancel": 'echo "$*" >> "$CANCELLED"',
 }  # fmt: skip
+
+
+PLAN = read_sweep({"axes": {"train.seed": [1]}, "slurm": {"partition": "gpu"}}, name="study")
 
 
 @pytest.fixture
@@ -76,7 +70,7 @@ def test_each_number_of_ranks_is_an_array_and_large_ones_are_cut(commands: Path,
     tasks = [task(number, "zero3x8-mb1-ga1" if number % 2 else "mb1-ga1") for number in range(1, 9)]
     with store_of(tmp_path, tasks) as store:
         by_number = {one.number: one for one in tasks}
-        ids = submit(store, by_number, tmp_path, name="study", options={"partition": "gpu"}, jobs=2)
+        ids = submit(store, by_number, tmp_path, PLAN, 2)
         assert ids == ["1", "2", "3", "4"]  # of at most 3 tasks: MaxArraySize is 4
         jobs = " ".join(str(row.job) for row in store.rows(RUNNING))
         assert jobs == "3_0 1_0 3_1 1_1 3_2 1_2 4_0 2_0"
@@ -96,7 +90,7 @@ def test_what_sbatch_refuses_is_said_and_the_experiment_still_waits(
     monkeypatch.setenv("FAIL", "1")
     with store_of(tmp_path, [task(1, "mb1-ga1")]) as store:
         with refuses(UserError):
-            submit(store, {1: task(1, "mb1-ga1")}, tmp_path, name="study", options={}, jobs=0)
+            submit(store, {1: task(1, "mb1-ga1")}, tmp_path, PLAN, 0)
         assert store.counts() == {WAITING: 1}
 
 
@@ -109,7 +103,7 @@ def test_results_are_collected_and_tasks_that_vanish_are_named(
     with store_of(tmp_path, tasks) as store:
         store.start([1, 2], "7")
         written(tasks[0], tmp_path, Outcome(DONE, None, {"step_seconds": 0.5}, {"a": [1]}, 3.0))
-        follow(store, tmp_path, Progress(store, 2, 0, Devices(), lines.append), lines.append)
+        follow(store, slurm, tmp_path, Progress(store, 2, 0, Devices(), lines.append), lines.append)
         assert store.counts() == {DONE: 1, TIMED_OUT: 1}
         assert store.best("step_seconds", 1)[0]["seconds"] == 3.0
     assert not [*(tmp_path / "results").iterdir()]
@@ -146,7 +140,7 @@ def test_the_state_of_a_task_decides(
     monkeypatch.setenv("STATE", state)
     with store_of(tmp_path, [task(1, "mb1-ga1")]) as store:
         store.start([1], "7")
-        outcome = ended_without(store.rows(RUNNING)[0])
+        outcome = ended_without(store.rows(RUNNING)[0], tmp_path)
     assert (outcome and outcome.status) == status
 
 
@@ -170,7 +164,7 @@ def test_accounting_is_asked_for_a_task_that_the_controller_has_forgotten(
     monkeypatch.setenv("ACCOUNTED", accounted)
     with store_of(tmp_path, [task(1, "mb1-ga1")]) as store:
         store.start([1], "7")
-        outcome = ended_without(store.rows(RUNNING)[0])
+        outcome = ended_without(store.rows(RUNNING)[0], tmp_path)
     assert (outcome and outcome.status) == status and reason in ((outcome and outcome.reason) or "")
 
 
@@ -181,9 +175,9 @@ def test_a_slurm_that_does_not_answer_ends_the_sweep_after_a_while_alone(
     """Results are collected meanwhile, and nothing is taken for vanished."""
     tasks, lines = [task(number, "mb1-ga1") for number in (1, 2)], list[str]()
     monkeypatch.setenv(silent, "Unable to contact slurm controller")
-    monkeypatch.setattr(slurm, "PATIENCE", 0.3)
+    monkeypatch.setattr(queue, "PATIENCE", 0.3)
     clock = count(0.0, 0.2)  # seconds: a machine's load changes nothing
-    monkeypatch.setattr(slurm, "time", SimpleNamespace(**vars(time) | {"monotonic": lambda: next(clock)}))
+    monkeypatch.setattr(queue, "time", SimpleNamespace(**vars(time) | {"monotonic": lambda: next(clock)}))
     if silent == "REFUSAL":
         (commands / "queue").write_text("")
     with store_of(tmp_path, tasks) as store:
@@ -191,12 +185,12 @@ def test_a_slurm_that_does_not_answer_ends_the_sweep_after_a_while_alone(
         written(tasks[0], tmp_path, Outcome(DONE))
         progress = Progress(store, 2, 0, Devices(), lines.append)
         with refuses(UserError):
-            follow(store, tmp_path, progress, lines.append)
+            follow(store, slurm, tmp_path, progress, lines.append)
         assert store.counts() == {RUNNING: 1, DONE: 1}
         assert len([line for line in lines if "Unable to contact" in line]) == 1
         monkeypatch.delenv(silent)
         (commands / "queue").write_text("")
-        follow(store, tmp_path, progress, lines.append)
+        follow(store, slurm, tmp_path, progress, lines.append)
         assert store.counts() == {DONE: 1, CRASHED: 1}
 
 
@@ -206,7 +200,7 @@ def test_held_arrays_that_the_database_does_not_know_are_cancelled(commands: Pat
     (commands / "queue").write_text("\n".join([*held, f"9|Priority|{script}"]))
     with store_of(tmp_path, [task(1, "mb1-ga1")]) as store:
         store.start([1], "7")
-        cancel_unknown(store, tmp_path, lines.append)
+        recover(store, tmp_path, lines.append)
     assert (commands / "cancelled").read_text() == "8\n"
     says(lines)
 
@@ -221,18 +215,27 @@ def test_machines_follow_from_the_ranks_and_what_the_file_says_counts() -> None:
     assert {"--nodes=2", "--ntasks-per-node=6", "--gpus-per-node=6"} < set(uneven), "no rank is left out"
     on_cpu = resources(task(1, "mb1-ga1", train={"device": "cpu"}), {"time": 3, "exclusive": True})
     assert "--time=3" in on_cpu and "--exclusive" in on_cpu and "gpus" not in " ".join(on_cpu)
+
+
+def test_options_of_the_base_are_used_and_those_of_the_file_are_laid_over_them() -> None:
+    def options(cluster: dict[str, Any], **slurm: Any) -> dict[str, Any]:
+        document = {"base": {"cluster": {"slurm": cluster}}, "axes": {"train.seed": [1]}, "slurm": slurm}
+        return options_of(read_sweep(document))
+
     with pytest.raises(UserError) as error:
-        check_sbatch({"array": "1-3", "Parti tion": 1, "chdir": "/", "gpus-per-node": "all"})
+        options({}, **{"array": "1-3", "Parti tion": 1, "chdir": "/", "gpus-per-node": "all"})
     assert len(error.value.problems) == 4
     with refuses(UserError):
-        check_sbatch({"ntasks_per_node": 1})
-    check_sbatch({"gpus-per-node": "h100:8"})
+        options({"container": "x.sif", "extra": ["--hold", "--comment=a"]}, ntasks_per_node=1)
+    base = {"partition": "cpu", "account": "team", "extra": ["--exclusive", "--mem=0"]}
+    ours = {"account": "team", "exclusive": True, "mem": "0", "partition": "gpu", "gpus-per-node": "h100:8"}
+    assert options(base, partition="gpu", gpus_per_node="h100:8") == ours
 
 
 def test_a_bench_on_several_machines_is_refused_in_its_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
-    outcome = slurm.run_in_job(task(5, "zero3x16-mb1-ga1"), tmp_path)
+    outcome = run_in_job(task(5, "zero3x16-mb1-ga1"), tmp_path)
     says(outcome.reason)
     assert json.loads((tmp_path / "results" / "5.json").read_text())["outcome"]["status"] == "refused"
