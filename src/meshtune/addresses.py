@@ -1,15 +1,18 @@
-"""Addresses without their secrets: what may leave a run's config.yaml.
+"""Addresses without their secrets, what may leave a run's config.yaml, and the names of secrets.
 
 https://user:password@host/rows.jsonl?X-Amz-Signature=4fd…  ->  https://host/rows.jsonl?…
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>`\\]*[^\s'\"<>`\\.,;:!)\]}]")
 # Schemes of Azure whose user part is a container, not a secret.
 CONTAINERS = ("abfs", "abfss", "wasb", "wasbs", "adl", "az")
+
+SECRETS = "(?:TOKEN|SECRET|PASS(?:WORD|WD)?|KEY|KEY_ID|CREDENTIALS?)"  # ends the names of secrets
+SECRET = f"(?i){SECRETS}$"
 
 
 def public(value: Any) -> Any:
@@ -30,6 +33,16 @@ def public(value: Any) -> Any:
 def has_secret(value: Any) -> bool:
     """True if a text, or a tree with texts, has an address that `public` cuts."""
     return public(value) != value
+
+
+def secrets(variables: Mapping[str, Any], place: str, remedy: str, named: str = SECRET) -> Iterator[str]:
+    """Yield a sentence for each secret that the file would have. remedy: clause with another way for NAME.
+
+    named: pattern of the secrets' names.
+    """
+    for name, value in variables.items():
+        if value is not None and re.search(named, name) and "${{" not in str(value):
+            yield f"{place}.{name} would be written into the file; {remedy.replace('NAME', name)}."
 
 
 def _cut(address: str) -> str:

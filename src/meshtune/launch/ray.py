@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from meshtune.addresses import secrets
 from meshtune.errors import UserError, did_you_mean, nearest, written
 from meshtune.launch.client import client_output, id_in
 
@@ -32,6 +33,10 @@ def field_problems(options: Mapping[str, Any], by: str) -> Iterator[str]:
             yield f"cluster.ray.{name} is not a field of a job of Ray{did_you_mean(nearest(name, FIELDS))}"
         elif name in ("bundle", *JSON[2:]) and not isinstance(value, Mapping):
             yield f"cluster.ray.{name} = {written(value)}: write a mapping."
+    given = options.get("runtime_env")
+    if isinstance(given, Mapping) and isinstance(environ := given.get("env_vars"), Mapping):
+        remedy = "set it where Ray's nodes are started"
+        yield from secrets(environ, "cluster.ray.runtime_env.env_vars", remedy)
 
 
 def submitted(fields: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from typing import Any, get_args, get_origin
 from meshtune.config import SETTINGS, Config
 from meshtune.errors import UserError
 from meshtune.layout import AUTO, Layout, PartialLayout
+from meshtune.plan.cluster import FOR_SUBMIT
 from meshtune.setting import section_in, usable
 from meshtune.tools.table import unknown_setting
 from meshtune.yaml_tree import leaves, merge, nested
@@ -25,6 +26,13 @@ def key_problems(key: str) -> list[str]:
         return []
     path = key.split(".")
     return [unknown_setting(path, [*SETTINGS, *LAYOUT_FIELDS], list(Config.model_fields))]
+
+
+def axis_problems(key: str) -> list[str]:
+    """Sentences as `key_problems`, on a key that experiments change."""
+    if key.startswith(tuple(f"cluster.{name}" for name in FOR_SUBMIT)):
+        return [f"{key}: all experiments are submitted in the same way; set it in `base`."]
+    return key_problems(key)
 
 
 def _entry_of_a_table(key: str) -> bool:

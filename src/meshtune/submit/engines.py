@@ -5,13 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from meshtune.addresses import has_secret, public
+from meshtune.addresses import SECRETS, has_secret, public
 from meshtune.config import Config
 from meshtune.errors import Table, UserError
 from meshtune.rundir import write_text_atomically
 from meshtune.setting import Section
 from meshtune.submit import dstack, kubeflow, ray, sky, slurm
-from meshtune.submit.fields import SECRETS
 
 if TYPE_CHECKING:
     from meshtune.submit.job import Job

@@ -18,8 +18,6 @@ from meshtune.yaml_tree import overridden, read_yaml
 if TYPE_CHECKING:
     from meshtune.submit.job import Job
 
-SECRETS = "(?:TOKEN|SECRET|PASS(?:WORD|WD)?|KEY|KEY_ID|CREDENTIALS?)"  # ends the names of secrets
-SECRET = f"(?i){SECRETS}$"
 GPUS = {  # kind of our catalogue -> name in SkyPilot (None: it has none), name and memory in dstack
     "a100-40": ("A100", "A100:40GB"), "a100-80": ("A100-80GB", "A100:80GB"),
     "h100-sxm": ("H100", "H100:80GB"), "h100-nvl": ("H100-NVL", "H100NVL:94GB"),
@@ -91,16 +89,6 @@ def laid(
                 laid(ours[name], value, fixed, field, problems) if isinstance(value, dict) else value
             )
     return fields
-
-
-def secrets(variables: Mapping[str, Any], place: str, remedy: str, named: str = SECRET) -> Iterator[str]:
-    """Yield a sentence for each secret that the file would have. remedy: clause with another way for NAME.
-
-    named: pattern of the secrets' names.
-    """
-    for name, value in variables.items():
-        if value is not None and re.search(named, name) and "${{" not in str(value):
-            yield f"{place}.{name} would be written into the file; {remedy.replace('NAME', name)}."
 
 
 def lost(job: "Job", mounts: Iterable[str], remedy: str) -> Iterator[str]:

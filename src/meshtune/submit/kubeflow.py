@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from meshtune.addresses import has_secret
+from meshtune.addresses import SECRET, has_secret
 from meshtune.errors import Interrupted, UserError, written
 from meshtune.filesystem import texts
 from meshtune.launch.client import NoAnswer, client_output, id_in
-from meshtune.submit.fields import SECRET, below, inputs, laid, name_of, text_of
+from meshtune.submit.fields import below, inputs, laid, name_of, text_of
 from meshtune.units import duration
 from meshtune.yaml_tree import sets
 

@@ -11,7 +11,7 @@ import yaml
 
 from meshtune.errors import UserError, written
 from meshtune.launch.ray import ENVIRON, OURS, client, field_problems, state_of, submitted, words_of
-from meshtune.submit.fields import inputs, laid, secrets, text_of
+from meshtune.submit.fields import inputs, laid, text_of
 from meshtune.units import counted
 
 if TYPE_CHECKING:
@@ -56,8 +56,6 @@ def files(job: "Job", options: Mapping[str, Any]) -> dict[str, str]:
     }
     theirs = {name: value for name, value in options.items() if name not in ("bundle", *OURS)}
     request = laid(ours, theirs, (), "cluster.ray", problems)
-    environ, remedy = request["runtime_env"]["env_vars"], "set it where Ray's nodes are started"
-    problems += secrets(environ, "cluster.ray.runtime_env.env_vars", remedy)
     if problems:
         raise UserError(problems)
     copied = (

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from meshtune.addresses import secrets
 from meshtune.errors import Interrupted, UserError, did_you_mean, nearest, written
 from meshtune.launch.client import client_output, id_in
-from meshtune.submit.fields import GPUS, inputs, laid, lost, name_of, secrets, text_of
+from meshtune.submit.fields import GPUS, inputs, laid, lost, name_of, text_of
 from meshtune.units import counted, duration
 
 if TYPE_CHECKING:

@@ -136,7 +136,7 @@ def test_every_mistake_is_named_at_once_with_the_nearest() -> None:
         "base": {"model": {"name": "a"}, "train": {"learning_rat": 1, "seed": "x"}},
         "axes": {
             "train.lr": [1], "tp": [2], "train.seed": [1, 1], "train.precision": ["fp7"], "data.seq_len": 4,
-            "layout": ["zero9x2"], "layout.schedule": ["1fb1"], "output": ["a"],
+            "layout": ["zero9x2"], "layout.schedule": ["1fb1"], "output": ["a"], "cluster.slurm.qos": ["a"],
             "train.max_steps": {"from": 1},
         },
         "where": ["layout.tpp < 2", "open('x')"],
