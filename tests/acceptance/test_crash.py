@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,21 @@ def test_sigterm_finishes_the_step_saves_and_exits_with_75(
     assert RunDir(parts).rows("run")[-1]["resumed_from"] == done
     assert losses(parts) == losses(whole)
     assert weights(parts) == weights(whole)
+
+
+@pytest.mark.parametrize(("where", "layout"), cases([("draw", "auto"), ("train_watched", "zero3x2")], ci=2))
+def test_a_signal_outside_of_the_steps_ends_with_75_too(
+    where: str, layout: str, begin_fork: Any, settings: Settings
+) -> None:
+    starter = os.getppid if layout == "zero3x2" else os.getpid
+
+    def signalled(*arguments: Any) -> None:
+        os.kill(starter(), signal.SIGUSR1)
+        time.sleep(60)
+
+    with patch(f"meshtune.api.train.{where}", signalled):
+        process = begin_fork("train", *settings("train.max_steps=1", f"layout={layout}"))
+    assert end(process, code=75).err.count("Stopped by SIGUSR1 outside of the training steps") == 1
 
 
 @pytest.mark.ci

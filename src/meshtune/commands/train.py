@@ -45,8 +45,10 @@ def train(
         show_dry_run(settings_of_run, nproc, as_json=as_json)
         return
     from meshtune.api.train import train_here
+    from meshtune.launch.signals import interrupted_by_signals
 
-    with paths_named(settings_of_run):
+    handled = interrupted_by_signals(enabled=settings_of_run.checkpoint.save_on_signal)
+    with handled, paths_named(settings_of_run):
         train_here(settings_of_run, nproc, partial(show_run, as_json=as_json))
 
 

@@ -191,7 +191,7 @@ def raise_first(failures: list[Failure], received: list[signal.Signals]) -> None
 
     failures: at least one. received: the signals that this process got, in order. Where the failure has no
     error, two SIGINT raise KeyboardInterrupt instead, and if a received signal killed the rank, this process
-    ends by the same signal.
+    gets it too: it ends by that signal, or as its handler has it.
     """
     first = min(failures, key=Failure.order)
     if isinstance(first.error, OSError):
@@ -201,6 +201,7 @@ def raise_first(failures: list[Failure], received: list[signal.Signals]) -> None
     if received.count(signal.SIGINT) > 1:
         raise KeyboardInterrupt
     if first.killed in received:  # it came before there was anything to save
-        signal.signal(first.killed, signal.SIG_DFL)
+        if first.killed == signal.SIGINT or not callable(signal.getsignal(first.killed)):
+            signal.signal(first.killed, signal.SIG_DFL)
         os.kill(os.getpid(), first.killed)
     raise RankFailed(first.text)

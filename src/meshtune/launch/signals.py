@@ -1,16 +1,20 @@
 """The signals that ask a run to stop, from a user, a closed terminal or a queue, and the answer to them."""
 
 import signal
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
+
+from meshtune.errors import Interrupted
 
 # SIGHUP: the terminal was closed, or ssh lost its connection. SIGUSR1, SIGUSR2 and SIGXCPU: before the time
 # limit, from Slurm (--signal), LSF and Grid Engine (-notify, s_cpu).
 STOPPING = (
     signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
 )  # fmt: skip
+
+ASKING = tuple(number for number in STOPPING if number != signal.SIGINT)
 
 
 def to_handle(signals: Iterable[signal.Signals] = STOPPING) -> list[signal.Signals]:
@@ -23,6 +27,26 @@ def to_handle(signals: Iterable[signal.Signals] = STOPPING) -> list[signal.Signa
 
 
 # Stop on a signal #
+
+
+@contextmanager
+def interrupted_by_signals(*, enabled: bool = True) -> Iterator[None]:
+    """Raise Interrupted in the block at a signal that asks a run to stop, where StopRequest does not note it:
+    before the first step and after the last one a run has nothing to save. SIGINT keeps its handler.
+
+    enabled: False leaves the signals' handlers as they are.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        raise Interrupted(f"Stopped by {name} outside of the training steps; the same command continues.")
+
+    handlers = {number: signal.signal(number, stop) for number in to_handle(ASKING) if enabled}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 class EvaluationStopped(Exception):

@@ -253,12 +253,18 @@ def made(config: Config, answer: Answer, words: Sequence[str], why: str, *, fixe
         )
     output, environment, moved = places(config)
     parts = parts_of(config, answer, steps_left(config, answer, output))
+    writing = answer.workload.checkpoint_bytes / WRITE
     # A checkpoint that is still being written is waited for first.
-    writing = answer.workload.checkpoint_bytes / WRITE * (2 if config.checkpoint.async_save else 1)
-    margin = math.ceil(choice.seconds.total * (1 + error_of(choice)) + writing + EARLY)
+    saving = writing * (2 if config.checkpoint.async_save else 1)
+    margin = math.ceil(choice.seconds.total * (1 + error_of(choice)) + saving + EARLY)
     limit, jobs = limit_of(config, sum(part.most for part in parts), margin)
     if jobs > 1:
-        parts = (*parts[:-1], Part("start", START * jobs, START * jobs, f"assumed, of {jobs} jobs"))
+        stops, start = (jobs - 1) * writing, START * jobs
+        parts = (
+            *parts[:-1],
+            Part("stops", stops, stops, f"{jobs - 1}, each with a checkpoint in {duration(writing)}"),
+            Part("start", start, start, f"assumed, of {jobs} jobs"),
+        )
     expected = {
         "seconds": round(sum(part.seconds for part in parts)),
         "most": round(sum(part.most for part in parts)),
