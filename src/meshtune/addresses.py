@@ -11,8 +11,25 @@ ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>`\\]*[^\s'\"<>`\\.,;:!
 # Schemes of Azure whose user part is a container, not a secret.
 CONTAINERS = ("abfs", "abfss", "wasb", "wasbs", "adl", "az")
 
-SECRETS = "(?:TOKEN|SECRET|PASS(?:WORD|WD)?|KEY|KEY_ID|CREDENTIALS?)"  # ends the names of secrets
-SECRET = f"(?i){SECRETS}$"
+# Ends the names of variables with secrets.
+SECRET = r"(?i)(?:^|_)(?:TOKEN|SECRET|PASS(?:WORD|WD)?|KEY|KEY_ID|CREDENTIALS?)$"
+# Begins a value that is written out: not a number, a path, a placeholder, or a short word.
+_BEGIN = (
+    r"(?![0-9]{1,9}\b)(?=hf_|sk-|[^\s\"'\\]{3,}[0-9]|[^\s\"'\\]*[0-9][^\s\"'\\]{3}|[^\s\"'\\]{12})"
+    r"[A-Za-z0-9!@%^*_]"
+)
+_NAME = (
+    r"(?:[A-Z0-9_]+_)?(?:TOKEN|SECRET|PASS(?:WORD|WD)?|CREDENTIALS?)|[A-Z0-9_]+_(?:KEY|KEY_ID)"
+    r"|(?:(?:hf|api|auth|access)_)?token|(?:[a-z]+_)?(?:password|secret)|(?:api|access|secret|private)[_-]key"
+)
+WRITTEN_OUT = re.compile(
+    # NAME=value, NAME: value, "NAME": "value"
+    rf"(?<![A-Za-z0-9_$])(?<!\$\{{)({_NAME})[\\\"']*[ ]?[=:][ ]?[\\\"']*{_BEGIN}"
+    rf"|name: [\"']?({_NAME})[\"']?\s+value: [\"']?{_BEGIN}"
+    rf"|--(token|password|api-key|secret)[= ][\"']?{_BEGIN}"
+    r"|\b(hf_|github_pat_|gh[pousr]_|sk-|AKIA)[A-Za-z0-9_-]{16}"
+    r"|(\w://)[^/\s:@\"'?#]*:[^/\s@\"'?#${][^/\s@\"'?#]*@"
+)
 
 
 def public(value: Any) -> Any:
@@ -35,14 +52,31 @@ def has_secret(value: Any) -> bool:
     return public(value) != value
 
 
-def secrets(variables: Mapping[str, Any], place: str, remedy: str, named: str = SECRET) -> Iterator[str]:
+def is_secret(name: str, value: Any) -> bool:
+    """True if a variable has the name of a secret and a value, but for a number and the path of a file."""
+    harmless = value is None or re.match(r"([0-9.]*|[/~].*)$", str(value)) or "${{" in str(value)
+    return not harmless and re.search(SECRET, name) is not None
+
+
+def secrets(variables: Mapping[str, Any], place: str, remedy: str, *, every: bool = False) -> Iterator[str]:
     """Yield a sentence for each secret that the file would have. remedy: clause with another way for NAME.
 
-    named: pattern of the secrets' names.
+    every: all variables with a value are secrets.
     """
     for name, value in variables.items():
-        if value is not None and re.search(named, name) and "${{" not in str(value):
+        if is_secret(name, value) or (every and value is not None):
             yield f"{place}.{name} would be written into the file; {remedy.replace('NAME', name)}."
+
+
+def written_out(text: str, place: str) -> Iterator[str]:
+    """Yield a sentence for each secret in a text that is to be written. place: the file."""
+    for found in WRITTEN_OUT.finditer(text):
+        name = next(filter(None, found.groups()))
+        what = "The password of an address" if "://" in name else f"The secret {name.removesuffix('_')}"
+        yield (
+            f"{what} would be written into {place}; leave it out of the settings, and give it as a variable "
+            "of the machines."
+        )
 
 
 def _cut(address: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshtune import config
-from meshtune.addresses import has_secret, public
+from meshtune.addresses import has_secret, is_secret, public, written_out
 from meshtune.api.resolve import recipe
 from meshtune.errors import UserError
 from meshtune.report.compare import compare
@@ -95,3 +95,27 @@ def test_a_claimed_folder_has_its_settings_for_its_owner_alone(tmp_path: Path) -
         0o600,
         True,
     )
+
+
+SECRETS = """hf auth login --token hf_abc
+export TOKEN=hf_abc1, and export hf_token='x12'
+#SBATCH --export=ALL,TOKEN=hf_abc
+env: {API_KEY: a1b2c3}
+{\\"HF_TOKEN\\": \\"hf_1\\"}
+MLFLOW_TRACKING_URI: postgresql://u:pw@h/db
+pip install git+https://ghp_0123456789abcdefghij@github.com/x"""
+HARMLESS = """export HF_TOKEN=${HF_TOKEN:-} WANDB_API_KEY=$KEY1 HF_TOKEN=$(cat /run/secret1)
+: ${HF_TOKEN:?set it1} && [[ $HF_TOKEN == "" ]] && BYPASS=1 pip install git+https://me@host/x.git
+SORT_KEY: rack  # HF_TOKEN: from the machines; MAX_TOKEN: 512
+GOOGLE_APPLICATION_CREDENTIALS=/path/key1.json, https://h:8080/a@b, https://h:8080?u=a@b
+tokenizer: {pad_token: <|pad_0|>, key: question_1}
+valueFrom: {secretKeyRef: {name: hf, key: token}}; HF_TOKEN: null; HF_TOKEN: ${{ secrets.HF_TOKEN }}"""
+
+
+def test_secrets_in_a_text_that_is_to_be_written_are_named_and_other_words_pass() -> None:
+    for line in [*SECRETS.splitlines(), "- name: HF_TOKEN\n  value: hf_a"]:
+        assert [*written_out(line, "job.yaml")], line
+    for line in HARMLESS.splitlines():
+        assert [*written_out(line, "job.yaml")] == []
+    assert is_secret("HF_TOKEN", "x") and not is_secret("PAD_TOKEN", 0) and not is_secret("BYPASS", "yes")
+    assert not is_secret("GOOGLE_APPLICATION_CREDENTIALS", "/a/key.json")

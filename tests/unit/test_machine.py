@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,16 @@ def test_what_waits_for_the_first_machine_ends_with_the_ranks() -> None:
         assert "meshtune-announce" in {thread.name for thread in threading.enumerate()}
     # One that is left in torch's client aborts the process at its end.
     assert "meshtune-announce" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_first_machine_that_never_answers_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshtune.launch.rank.QUIET", timedelta(seconds=0.1))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = Machine(1, 2, 1, "127.0.0.1", silent.getsockname()[1]).places(1, None)[0]
+        began = time.monotonic()
+        with announced_ranks(place, {place.rank: os.getpid()}, None):
+            time.sleep(1.5)  # it is in torch's client, which the closed socket ends
+        assert time.monotonic() - began < 60
 
 
 SCRIPT = """

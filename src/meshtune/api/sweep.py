@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from meshtune.addresses import written_out
 from meshtune.api.plan import Log, silent, workloads
 from meshtune.api.settings import plain
 from meshtune.config import Config, load
@@ -106,6 +107,12 @@ def sweep(
     queue = QUEUES[to] if to else None
     if queue:
         queue.options_of(plan)
+        unused = [f"cluster.{name}" for name in plan.submission if name != to]
+        if unused := unused + ["slurm"] * bool(plan.slurm and to != "slurm"):
+            log(f"Not used by a sweep on {queue.TITLE}: {', '.join(unused)}.")
+        text = yaml.safe_dump(plain([dict(plan.submission), dict(plan.slurm)]))
+        if problems := [*written_out(text, "sweep.yaml")]:
+            raise UserError(problems)
     if fields := plan.replaced_fields:
         log(f"The axis layout replaces the base's layout ({fields}): write its fields in each layout.")
     folder = expanded(str(out)) if out else Path("runs") / plan.name

@@ -66,10 +66,12 @@ def migrate(
         print(text, end="")
     lost = ", ".join(result.lost)
     unused = ", ".join(note.key for note in result.without_effect)
+    others = ", ".join(dict.fromkeys(note.key for note in result.left_out))
     print(
         f"{f'{out}: ' if out else ''}{counted(len(result.settings), 'setting')} from "
         f"{result.job.table.name}; without a counterpart: {lost or 'none'}"
-        f"{f'; without effect: {unused}' if unused else ''}.",
+        f"{f'; without effect: {unused}' if unused else ''}"
+        f"{f'; left out, which changes no weight: {others}' if others else ''}.",
         file=sys.stderr,
     )
     if result.job.gpus == 1 and gpus is None and result.job.shards:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from meshtune.errors import UserError
 
 # A traceback of Python's up to the last error in it.
-TRACEBACK = re.compile(r"Traceback .*?(?=\w+(Error|Exception): (?!.*(Error|Exception): ))")
+TRACEBACK = re.compile(r"Traceback .*?(?=\b\w{1,60}(Error|Exception): (?!.*(Error|Exception): ))")
 
 
 class NoAnswer(UserError):

@@ -368,7 +368,7 @@ def announced_ranks(place: Place, pids: Mapping[int, int], door: socket.socket |
     finally:
         over.set()
         if door is None:
-            thread.join()
+            thread.join(QUIET.total_seconds())  # torch's client has no time limit where nobody answers
         del store
 
 

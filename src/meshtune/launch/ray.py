@@ -31,10 +31,17 @@ def field_problems(options: Mapping[str, Any], by: str) -> Iterator[str]:
             yield f"cluster.ray.{name} is set by {by}; leave it out."
         elif name not in FIELDS:
             yield f"cluster.ray.{name} is not a field of a job of Ray{did_you_mean(nearest(name, FIELDS))}"
-        elif name in ("bundle", *JSON[2:]) and not isinstance(value, Mapping):
+        elif name in ("bundle", *JSON) and not isinstance(value, Mapping):
             yield f"cluster.ray.{name} = {written(value)}: write a mapping."
+    if isinstance(bundle := options.get("bundle"), Mapping):
+        for name, number in bundle.items():
+            if type(number) not in (int, float) or number < 0:
+                yield f"cluster.ray.bundle.{name} = {written(number)}: write a number, memory in bytes."
     given = options.get("runtime_env")
-    if isinstance(given, Mapping) and isinstance(environ := given.get("env_vars"), Mapping):
+    environ = given.get("env_vars", {}) if isinstance(given, Mapping) else {}
+    if not isinstance(environ, Mapping):
+        yield f"cluster.ray.runtime_env.env_vars = {written(environ)}: write a mapping."
+    else:
         remedy = "set it where Ray's nodes are started"
         yield from secrets(environ, "cluster.ray.runtime_env.env_vars", remedy)
 

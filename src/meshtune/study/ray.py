@@ -17,7 +17,7 @@ from meshtune.errors import UserError
 from meshtune.launch.ray import field_problems, state_of, submitted
 from meshtune.rundir import write_text_atomically
 from meshtune.study.children import Task
-from meshtune.study.queue import SAVING, listing_of, write_task
+from meshtune.study.queue import SAVING, job_ids, listing_of, write_task
 from meshtune.study.runner import Log
 from meshtune.study.store import CRASHED, Outcome, Row, Store
 from meshtune.study.sweep_file import SweepFile
@@ -43,7 +43,11 @@ def options_of(plan: SweepFile) -> dict[str, Any]:
 
 
 def recover(store: Store, folder: Path, log: Log) -> None:
-    """Do nothing: `ended_without` finds what a killed sweep has not submitted."""
+    """Remove the listings of jobs that have no experiment any more, which ends them: those of a retry."""
+    known = {job.partition("@")[0] for job in job_ids(store)}
+    for file in listing_of(folder, "").parent.glob(f"{NAME}*.txt"):
+        if file.stem not in known:
+            file.unlink(missing_ok=True)
 
 
 def submit(store: Store, tasks: Mapping[int, Task], folder: Path, plan: SweepFile, jobs: int) -> list[str]:

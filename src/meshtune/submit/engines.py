@@ -1,11 +1,10 @@
 """The table of engines, and the names of their jobs: slurm:1234 is the job 1234 of Slurm."""
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from meshtune.addresses import SECRETS, has_secret, public
+from meshtune.addresses import has_secret, public, written_out
 from meshtune.config import Config
 from meshtune.errors import Table, UserError
 from meshtune.rundir import write_text_atomically
@@ -43,11 +42,6 @@ class Engine(Protocol):
         ...
 
 
-# A secret in a file: the value of a variable, found[1], or the user part of an address.
-PLAIN = re.compile(
-    rf"\b([A-Z0-9_]+{SECRETS}|password)[\"']*[ ]*[=:][ ]*[\\\"']*(?!null\b)[^\s\\\"'$~./{{}}()<,;&|…]"
-    r"|https?://[^/\s@\"'$]+@"
-)
 ELASTIC = ("slurm", "ray")  # engines that start a job on more than one number of machines
 ENGINES: Mapping[str, Engine] = Table(
     "--to", {"slurm": slurm, "sky": sky, "kubeflow": kubeflow, "ray": ray, "dstack": dstack}
@@ -77,12 +71,7 @@ def files_of(config: Config, to: str, job: "Job") -> dict[str, str]:
         raise UserError(problems)
     engine, options = ENGINES[to], getattr(config.cluster_config, to)
     files = engine.files(job, options.model_dump() if isinstance(options, Section) else options)
-    if problems := [
-        f"{found[1] or 'The secret of an address'} would be written into {name}; leave it out of the "
-        "settings, and give it as a variable of the machines."
-        for name, text in files.items()
-        for found in PLAIN.finditer(text)
-    ]:
+    if problems := [problem for name, text in files.items() for problem in written_out(text, name)]:
         raise UserError(problems)
     return files
 

@@ -433,7 +433,9 @@ def places(config: Config) -> tuple[str, dict[str, str], list[str]]:
         return output, {}, []
     output = output if Path(output).is_absolute() else f"{mount}/{output}"
     default = config.data.cache == DataConfig().cache
-    return output, {"HF_HOME": f"{mount}/hf"}, [f"data.cache={mount}/cache"] if default else []
+    cache = "cache" if default else str(expanded(config.data.cache))
+    moved = [] if Path(cache).is_absolute() else [f"data.cache={mount}/{cache}"]
+    return output, {"HF_HOME": f"{mount}/hf"}, moved
 
 
 def repeated(words: Sequence[str]) -> list[str]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from meshtune.addresses import SECRET, has_secret
+from meshtune.addresses import has_secret, is_secret
 from meshtune.errors import Interrupted, UserError, written
 from meshtune.filesystem import texts
 from meshtune.launch.client import NoAnswer, client_output, id_in
@@ -200,7 +200,7 @@ def refused(whole: Mapping[str, Any], env: Sequence[Any], patches: Sequence[Any]
             yield f"{ENV} = {written(item)}: write {{name: …, value: …}}."
         elif RESERVED.match(name):
             yield f"{ENV}: {name} is set by the trainer or meshtune; leave it out."
-        elif re.search(SECRET, name) and "value" in item:
+        elif is_secret(name, item.get("value")):
             yield f"{ENV}: everyone in the cluster could read {name}; write valueFrom: {{secretKeyRef: …}}."
 
 
@@ -231,9 +231,10 @@ def send(folder: Path) -> str:
         answer = kubectl("create", f"--output={names}", file)
     except NoAnswer:
         raise
-    except UserError:
-        with suppress(UserError):  # a part may be there
-            kubectl("delete", "--ignore-not-found", "--wait=false", file)
+    except UserError as error:
+        if "AlreadyExists" not in str(error):  # else the job of another call
+            with suppress(UserError):  # a part may be there
+                kubectl("delete", "--ignore-not-found", "--wait=false", file)
         raise
     return id_in(answer, r"TrainJob (\S+)", "kubectl get trainjobs")
 

@@ -83,6 +83,7 @@ class Driver:
         self.ray, self.options, self.stop = ray, options, stop
         self.newest: int | None = None  # step of the newest checkpoint at the last start
         self.fruitless = 0  # starts in a row that left no newer one
+        self.said = False  # that Ray lacks machines, at this start
 
     def run(self) -> int:
         """Start the run until it ends; returns the job's exit code. Raises UserError where it can't start,
@@ -121,18 +122,19 @@ class Driver:
         """A placement group with the machines; None if Ray does not have them within `patience` seconds, or
         if the job is stopped.
         """
-        options, began, said = self.options, time.monotonic(), False
+        options, began = self.options, time.monotonic()
         group = self.ray.util.placement_group([options.bundle] * machines, strategy="STRICT_SPREAD")
         while not group.wait(LOOK):
             waited = time.monotonic() - began
             if waited > patience or self.stop.requested:
                 self.ray.util.remove_placement_group(group)
                 return None
-            if waited > SAID and not said:
-                said, until = True, f"waits for {duration(patience)} at most"
+            if waited > SAID and not self.said:
+                self.said, until = True, f"waits for {duration(options.wait)} at most"
                 if options.least:
-                    until = f"starts on fewer, at least {options.least}, after {duration(patience)}"
+                    until += f", and after {duration(patience)} for {options.least} or more"
                 notice(f"meshtune: {self.lacking(machines, waited)}. The job {until}.")
+        self.said = False
         if options.least:
             notice(f"meshtune: the run starts on {counted(machines, 'machine')}.")
         return group

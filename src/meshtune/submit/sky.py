@@ -109,7 +109,7 @@ def checked(job: "Job", fields: Mapping[str, Any]) -> Iterator[str]:
         yield "cluster.time_limit: SkyPilot has no time limit; leave it out."
     remedy = f"write {SETTING}.secrets={{NAME: null}}, and set NAME where you submit"
     yield from secrets(fields["envs"], f"{SETTING}.envs", remedy)
-    yield from secrets(fields["secrets"], f"{SETTING}.secrets", remedy, named="")
+    yield from secrets(fields["secrets"], f"{SETTING}.secrets", remedy, every=True)
 
 
 sky = partial(

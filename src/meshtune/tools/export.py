@@ -140,7 +140,7 @@ def with_whole_paths(config: Config) -> Config:
 
     data, template = config.data, config.data.chat_template
     changed: dict[str, Any] = {"train": sources(data.train), "eval": sources(data.eval)}
-    if template and not is_template(template):
+    if template and not is_template(template) and Path(template).suffix:  # a file, not the name of another
         changed["chat_template"] = whole(template)
     model = config.model.model_copy(update={"name": whole(config.model.name)})
     return config.model_copy(update={"model": model, "data": data.model_copy(update=changed)})

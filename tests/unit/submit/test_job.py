@@ -114,5 +114,6 @@ def test_outputs_and_caches_are_below_the_storage() -> None:
     assert shared.output == "/shared/me/runs/My Run!" and shared.name == "my-run"
     assert shared.command[-2:] == ("output=/shared/me/runs/My Run!", "data.cache=/shared/me/cache")
     assert shared.environment["HF_HOME"] == "/shared/me/hf"
+    assert job("cluster.storage=/shared/me", "data.cache=made").command[-1] == "data.cache=/shared/me/made"
     store = job("cluster.storage=s3://bucket/me", "output=/local/run")
     assert (store.mount, store.output, store.storage) == ("/storage", "/local/run", "s3://bucket/me")

@@ -95,7 +95,7 @@ def test_names_that_mean_another_file_there_and_secrets_of_addresses_are_refused
             settings_of("sky", *SKY, *words)
     with refuses(UserError):
         settings_of("dstack", *DSTACK, "cluster.storage=shared/me")
-    written = "export HF_TOKEN=$TOKEN WANDB_API_KEY='abc'; pip install git+https://me:word@host/meshtune"
+    written = "export HF_TOKEN=$TOKEN WANDB_API_KEY='abc12345'; pip install git+https://me:word@host/meshtune"
     with refuses(UserError):
         settings_of("sky", *SKY, f"cluster.sky.setup={written}")
     of_type = settings_of("sky", *SKY, "cluster.sky.resources={instance_type: p5.48xlarge}")[1]
