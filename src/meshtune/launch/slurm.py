@@ -7,14 +7,33 @@ from functools import partial
 from typing import Any
 
 from meshtune.errors import UserError
-from meshtune.launch.client import client_output
+from meshtune.launch.client import client_output, id_in
 
 FORGOTTEN = "Invalid job id"  # in the error for a job that the controller has dropped
 COMMENT = "meshtune: "  # begins the comment of a job that has its run's progress
 PER_NODE = "gpus-per-node"  # option: a number, or kind:number
+SETTINGS = {  # words in a refusal of sbatch -> what has the value
+    "accounting/qos": "cluster.slurm.qos or cluster.slurm.account, or make the job smaller",
+    "account": "cluster.slurm.account", "partition": "cluster.slurm.partition", "qos": "cluster.slurm.qos",
+    "feature|constraint": "cluster.slurm.constraint", "time limit": "cluster.time_limit",
+    "gres": "cluster.slurm.extra (such as --gpus-per-node=h100:8)", "node count": "--nodes",
+    "node configuration": "cluster.gpus_per_node, or cluster.slurm.extra (--mem, --cpus-per-task)",
+}  # fmt: skip
+INSTEAD = {  # option -> others next to which sbatch refuses it
+    "mem": ("mem-per-cpu", "mem-per-gpu"), PER_NODE: ("gres", "gpus", "gpus-per-task"),
+}  # fmt: skip
 
 
 slurm_output = partial(client_output, "Slurm", look="squeue --me")
+
+
+def submitted(*words: str, settings: Mapping[str, str]) -> str:
+    """Submit a job by sbatch; returns its id. settings: words in a refusal -> what has the value, for the
+    UserError.
+    """
+    remedies = {rf"(?i)\b({said})\b": f"Change {setting}." for said, setting in settings.items()}
+    answer = slurm_output("sbatch", "--parsable", *words, remedies=remedies)
+    return id_in(answer, r"(?m)^(\d+)(?:;|$)", "squeue --me")  # a site's own lines may be around it
 
 
 def long_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,11 +74,14 @@ def options_of_section(
     return {name: section[name] for name in names if section.get(name)} | extra
 
 
-def option_words(options: Mapping[str, Any]) -> list[str]:
-    """Options of sbatch as words: --name for True, nothing for False."""
+def option_words(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Options of sbatch as words, --name for True, nothing for False; theirs replace ours, and those of ours
+    that sbatch refuses next to them.
+    """
+    kept = {name: ours[name] for name in ours if theirs.keys().isdisjoint(INSTEAD.get(name, ()))}
     return [
         f"--{name}" if value is True else f"--{name}={value}"
-        for name, value in options.items()
+        for name, value in {**kept, **theirs}.items()
         if value is not False
     ]
 

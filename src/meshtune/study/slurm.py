@@ -3,8 +3,8 @@
     sweep.sbatch          the batch script of all arrays; a task runs `meshtune sweep … --task NUMBER`
     slurm/<…>.txt         numbers of the experiments of an array, a line a task
 
-An array is submitted held, written down, then released: killed in between, no experiment runs twice, and the
-next start cancels what is held and not written down.
+Arrays are submitted held, written down, and released once sbatch has taken all: killed in between, no
+experiment runs twice, and the next start cancels what is held and not written down.
 """
 
 import math
@@ -22,12 +22,14 @@ from meshtune.errors import UserError, written
 from meshtune.launch.slurm import (
     FORGOTTEN,
     PER_NODE,
+    SETTINGS,
     long_options,
     option_problems,
     option_words,
     options_of_section,
     slurm_output,
     state_of,
+    submitted,
 )
 from meshtune.rundir import write_text_atomically
 from meshtune.study.children import Task
@@ -43,6 +45,11 @@ STATES = {"TIMEOUT": TIMED_OUT, "OUT_OF_MEMORY": OUT_OF_MEMORY}  # Slurm's state
 AGAIN = ("CANCELLED", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL")  # states after which an experiment waits again
 # Options that the sweep sets itself.
 OURS = ("array", "chdir", "hold", "output", "parsable", "job-name", "nodes", "ntasks", "ntasks-per-node")
+REFUSED = {words: text.replace("cluster.", "") for words, text in SETTINGS.items()} | {
+    "time limit": "limit, or slurm.time", "gres": f"slurm.{PER_NODE} (such as h100:8)",
+    "node count": f"slurm.{PER_NODE}, or leave large layouts out by `where`",
+    "node configuration": f"slurm.{PER_NODE}, slurm.mem or slurm.cpus-per-task",
+}  # words in a refusal of sbatch -> what in the sweep's file has the value  # fmt: skip
 HELD = "JobHeldUser"  # Slurm's reason of a job that was submitted held
 
 
@@ -76,22 +83,33 @@ exec {shlex.join(command)} --task "$number"
 
 
 def submit(store: Store, tasks: Mapping[int, Task], folder: Path, plan: SweepFile, jobs: int) -> list[str]:
-    """Submit tasks as arrays, one for each number of ranks. jobs: tasks of an array at once."""
+    """Submit tasks as arrays, one for each number of ranks; where one is refused, cancel the others. jobs:
+    tasks of an array at once.
+    """
     script, options = script_file(folder), options_of(plan)
     write_text_atomically(script, script_of(folder, plan.name))
-    most, ids = largest_array(), []
-    for world in sorted({task.world for task in tasks.values()}):
-        several = [task for task in tasks.values() if task.world == world]
-        for start in range(0, len(several), most):
-            part = several[start : start + most]
-            ids.append(_submitted(store, part, script, name=plan.name, options=options, jobs=jobs))
+    most, ids = largest_array(), list[str]()
+    try:
+        for world in sorted({task.world for task in tasks.values()}):
+            several = [task for task in tasks.values() if task.world == world]
+            for start in range(0, len(several), most):
+                part = several[start : start + most]
+                ids.append(_held(store, part, script, name=plan.name, options=options, jobs=jobs))
+    except UserError:
+        store.wait_again(tasks)  # first: `recover` cancels what is held and not written down
+        if ids:
+            with suppress(UserError):
+                slurm_output("scancel", *ids)
+        raise
+    for job in ids:
+        slurm_output("scontrol", "release", job)
     return ids
 
 
-def _submitted(
+def _held(
     store: Store, tasks: Sequence[Task], script: Path, *, name: str, options: Mapping[str, Any], jobs: int
 ) -> str:
-    """Submit one array, write its id down, release it; returns the id."""
+    """Submit one array held, and write its id down; returns the id."""
     folder = script.parent
     for task in tasks:
         write_task(task, folder)
@@ -99,13 +117,12 @@ def _submitted(
     write_text_atomically(listing, "".join(f"{task.number}\n" for task in tasks))
     array = f"0-{len(tasks) - 1}" + (f"%{jobs}" if jobs else "")
     words = [
-        "sbatch", "--parsable", "--hold", f"--array={array}", f"--job-name={name}", f"--chdir={os.getcwd()}",
+        "--hold", f"--array={array}", f"--job-name={name}", f"--chdir={os.getcwd()}",
         f"--output={folder / 'slurm' / '%A_%a.out'}", *resources(tasks[0], options), str(script),
         str(listing),
     ]  # fmt: skip
-    job = slurm_output(*words).split(";")[0].strip()
+    job = submitted(*words, settings=REFUSED)
     store.start([task.number for task in tasks], job)
-    slurm_output("scontrol", "release", job)
     return job
 
 
@@ -115,7 +132,7 @@ def script_file(folder: Path) -> Path:
 
 def recover(store: Store, folder: Path, log: Log) -> None:
     """Release this sweep's held arrays that the database knows, and cancel those that it does not: it was
-    killed between two lines of `_submitted`.
+    killed between two lines of `_held`.
     """
     held = ["squeue", "--me", "--noheader", "--states=PENDING", "--format=%F|%r|%o"]
     known = job_ids(store)
@@ -148,7 +165,7 @@ def resources(task: Task, options: Mapping[str, Any]) -> list[str]:
     words: dict[str, Any] = {"nodes": task.world // per_node, "ntasks-per-node": per_node, "time": minutes}
     if not task.on_processor:
         words[PER_NODE] = f"{kind}{colon}{per_node}"
-    return option_words({**words, **given})
+    return option_words(words, given)
 
 
 def largest_array() -> int:

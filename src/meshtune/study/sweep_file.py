@@ -54,7 +54,7 @@ def values_of(key: str, value: Any, problems: list[str]) -> list[Any]:
     """The values of the axis `key` as the file writes them; a sentence is added to `problems` for each one
     that is wrong.
     """
-    if unknown := axis_problems(key):
+    if unknown := axis_problems(key, value if isinstance(value, list) else [value]):
         problems += unknown
         return []
     if isinstance(value, Mapping) and key == "layout" and value.keys() == {"best"}:
@@ -87,7 +87,7 @@ def changes_of(name: str, entries: Any, problems: list[str]) -> list[Change]:
     for entry in entries:
         change = {str(key): number_of(value) for key, value in entry.items()}
         for key, value in change.items():
-            if unknown := axis_problems(key):
+            if unknown := axis_problems(key, [value]):
                 problems += unknown
             elif name == "experiments" and key == "layout" and isinstance(value, Mapping) and "best" in value:
                 change[key] = _best(value, problems)

@@ -28,10 +28,13 @@ def key_problems(key: str) -> list[str]:
     return [unknown_setting(path, [*SETTINGS, *LAYOUT_FIELDS], list(Config.model_fields))]
 
 
-def axis_problems(key: str) -> list[str]:
-    """Sentences as `key_problems`, on a key that experiments change."""
-    if key.startswith(tuple(f"cluster.{name}" for name in FOR_SUBMIT)):
-        return [f"{key}: all experiments are submitted in the same way; set it in `base`."]
+def axis_problems(key: str, values: list[Any]) -> list[str]:
+    """Sentences as `key_problems`, on a key that experiments change. values: those of the key."""
+    below = [f"{key}.{name}" for value in values if isinstance(value, Mapping) for name in value]
+    for name in (key, *below):
+        section, _, rest = name.partition(".")
+        if section == "cluster" and rest.split(".")[0] in FOR_SUBMIT:
+            return [f"{name}: all experiments are submitted in the same way; set it in `base`."]
     return key_problems(key)
 
 
@@ -89,7 +92,11 @@ def _wrong_values(tree: Mapping[str, Any]) -> Iterator[str]:
     if problems:
         yield from problems
         return
-    names = tuple(f"{'.'.join(map(str, leaf.path))} = " for leaf in leaves(tree, SETTINGS))
+    names = tuple(
+        f"{'.'.join(map(str, leaf.path))}{end}"
+        for leaf in leaves(tree, SETTINGS)
+        for end in ((" = ", ".") if isinstance(leaf.value, list) else (" = ",))
+    )
     for problem in _problems_of(lambda: Config(**whole)):
         if problem.startswith(names) or "is not a setting" in problem:
             yield problem

@@ -14,15 +14,16 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from meshtune.errors import Interrupted, UserError
-from meshtune.launch.client import id_in
 from meshtune.launch.slurm import (
     COMMENT,
     FORGOTTEN,
     PER_NODE,
+    SETTINGS,
     option_words,
     options_of_section,
     slurm_output,
     state_of,
+    submitted,
 )
 
 if TYPE_CHECKING:
@@ -35,14 +36,6 @@ OURS = (
     "nodes", "ntasks", "ntasks-per-node", "job-name", "array", "chdir", "hold", "parsable", "output",
     "requeue", "no-requeue", "open-mode", "signal", "wrap",
 )  # fmt: skip
-SETTINGS = {  # words in a refusal of sbatch -> what has the value
-    "accounting/qos": "cluster.slurm.qos or cluster.slurm.account, or make the job smaller",
-    "account": "cluster.slurm.account", "partition": "cluster.slurm.partition", "qos": "cluster.slurm.qos",
-    "feature|constraint": "cluster.slurm.constraint", "time limit": "cluster.time_limit",
-    "gres": "cluster.slurm.extra (such as --gpus-per-node=h100:8)", "node count": "--nodes",
-    "node configuration": "cluster.gpus_per_node, or cluster.slurm.extra (--mem, --cpus-per-task)",
-}  # fmt: skip
-REMEDIES = {rf"(?i)\b({words})\b": f"Change {setting}." for words, setting in SETTINGS.items()}
 FIRST = """first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
 """  # where the ranks meet: a container lacks scontrol
@@ -93,11 +86,7 @@ def words_of(job: "Job", options: Mapping[str, Any]) -> list[str]:
         "cpus-per-task": job.cpus // job.gpus, "mem": f"{job.memory}G", "time": clock(job.limit),
         "requeue": True, "open-mode": "append", "signal": f"USR1@{job.margin}",
     }  # fmt: skip
-    others = {"mem": ("mem-per-cpu", "mem-per-gpu"), PER_NODE: ("gres", "gpus", "gpus-per-task")}
-    for name, instead in others.items():  # sbatch refuses both
-        if not theirs.keys().isdisjoint(instead):
-            words.pop(name, None)
-    return option_words({**words, **theirs})
+    return option_words(words, theirs)
 
 
 def contained(job: "Job", container: str | None) -> list[str]:
@@ -129,8 +118,7 @@ def clock(seconds: float) -> str:
 def send(folder: Path) -> str:
     """Submit the script; its log is in the folder. Raises UserError with sbatch's words and the setting."""
     log = str(folder.absolute() / "%j.out")
-    words = ("--parsable", f"--output={log}", str(folder / SCRIPT))
-    return id_in(slurm_output("sbatch", *words, remedies=REMEDIES), r"(?m)^(\d+)(?:;|$)", "squeue --me")
+    return submitted(f"--output={log}", str(folder / SCRIPT), settings=SETTINGS)
 
 
 def status(job: str) -> str:

@@ -160,6 +160,9 @@ def test_every_mistake_is_named_at_once_with_the_nearest() -> None:
         {"axes": {"layout": {"best": "two"}}},
         {"base": 3, "axes": {"train.seed": [1]}},
         {"slurm": ["gpu"], "axes": {"train.seed": [1]}},
+        {"base": {"cluster": {"slurm": {"extra": [3]}}}, "axes": {"train.seed": [1]}},
+        {"axes": {"cluster": [{"slurm": {"qos": "a"}}]}, "experiments": [{"cluster": {"storage": "a"}}]},
+        {"axes": {"cluster.rays": [{}]}},
     ],
 )  # fmt: skip
 def test_a_mistake_is_named(document: dict[str, Any]) -> None:

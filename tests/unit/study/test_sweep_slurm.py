@@ -23,8 +23,8 @@ from meshtune.study.sweep_file import Experiment, read_sweep
 
 COMMANDS = {
     "sbatch": (
-        'echo "$@" >> "$CALLS"; test -z "$FAIL" || { echo "invalid partition" >&2; exit 1; }; '
-        'echo "$(wc -l < "$CALLS");local"'
+        'echo "$@" >> "$CALLS"; case "$*" in *"${FAIL:-none}"*) echo "invalid partition" >&2; exit 1;; esac; '
+        'echo "Welcome: 24 nodes"; echo "$(wc -l < "$CALLS");local"'
     ),
     "squeue": 'test -z "$DOWN" || { echo "$DOWN" >&2; exit 1; }; cat "$QUEUE" 2>/dev/null || true',
     "scontrol": (
@@ -84,14 +84,17 @@ def test_each_number_of_ranks_is_an_array_and_large_ones_are_cut(commands: Path,
     assert '"$((SLURM_ARRAY_TASK_ID + 1))p"' in (tmp_path / "sweep.sbatch").read_text()
 
 
-def test_what_sbatch_refuses_is_said_and_the_experiment_still_waits(
+def test_where_sbatch_refuses_an_array_the_others_are_cancelled_and_all_experiments_wait(
     commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FAIL", "1")
-    with store_of(tmp_path, [task(1, "mb1-ga1")]) as store:
+    tasks = {1: task(1, "mb1-ga1"), 2: task(2, "zero3x8-mb1-ga1")}
+    monkeypatch.setenv("FAIL", "--ntasks-per-node=8")
+    with store_of(tmp_path, [*tasks.values()]) as store:
         with refuses(UserError):
-            submit(store, {1: task(1, "mb1-ga1")}, tmp_path, PLAN, 0)
-        assert store.counts() == {WAITING: 1}
+            submit(store, tasks, tmp_path, PLAN, 0)
+        assert store.counts() == {WAITING: 2} and not any(row.job for row in store.rows())
+    assert (commands / "cancelled").read_text() == "1\n"
+    assert "release" not in (commands / "released").read_text(), "no experiment has begun"
 
 
 def test_results_are_collected_and_tasks_that_vanish_are_named(
@@ -213,6 +216,8 @@ def test_machines_follow_from_the_ranks_and_what_the_file_says_counts() -> None:
     assert {"--nodes=2", "--ntasks-per-node=8"} < set(typed), "a core for each rank"
     uneven = resources(task(1, "zero3x12-mb1-ga1"), {"gpus-per-node": 8})
     assert {"--nodes=2", "--ntasks-per-node=6", "--gpus-per-node=6"} < set(uneven), "no rank is left out"
+    theirs = resources(task(1, "mb1-ga1"), {"gpus": 4})
+    assert "--gpus=4" in theirs and "--gpus-per-node" not in " ".join(theirs), "sbatch refuses both"
     on_cpu = resources(task(1, "mb1-ga1", train={"device": "cpu"}), {"time": 3, "exclusive": True})
     assert "--time=3" in on_cpu and "--exclusive" in on_cpu and "gpus" not in " ".join(on_cpu)
 
@@ -237,5 +242,5 @@ def test_a_bench_on_several_machines_is_refused_in_its_task(
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     outcome = run_in_job(task(5, "zero3x16-mb1-ga1"), tmp_path)
-    says(outcome.reason)
+    says(outcome.reason or "")
     assert json.loads((tmp_path / "results" / "5.json").read_text())["outcome"]["status"] == "refused"
