@@ -91,7 +91,9 @@ class LoraConfig(Section):
 
     r: Positive = setting(16, "Rank of the two matrices added to each weight.")
     alpha: float = setting(32, "The adapter's output is scaled by alpha / r.", gt=0)
-    dropout: float = setting(0.0, "Share of the adapter's inputs that are dropped.", ge=0, lt=1)
+    dropout: float = setting(
+        0.0, "Share of the adapter's inputs that are dropped; 0 is faster and needs less memory.", ge=0, lt=1
+    )
     target_modules: LayerNames = setting(
         "all-linear",
         "Names of the linear layers that get an adapter, such as [q_proj, v_proj], or regular "

@@ -2,13 +2,16 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshtune.commands.options import AsJson, announce, show_json, words_of
 from meshtune.errors import UserError
 from meshtune.units import counted
+
+if TYPE_CHECKING:
+    from meshtune.tools.migrate import Migrated
 
 
 def migrate(
@@ -64,16 +67,8 @@ def migrate(
         )
     elif out is None:
         print(text, end="")
-    lost = ", ".join(result.lost)
-    unused = ", ".join(note.key for note in result.without_effect)
-    others = ", ".join(dict.fromkeys(note.key for note in result.left_out))
-    print(
-        f"{f'{out}: ' if out else ''}{counted(len(result.settings), 'setting')} from "
-        f"{result.job.table.name}; without a counterpart: {lost or 'none'}"
-        f"{f'; without effect: {unused}' if unused else ''}"
-        f"{f'; left out, which changes no weight: {others}' if others else ''}.",
-        file=sys.stderr,
-    )
+    begin = f"{out}: " if out else ""
+    print(f"{begin}{counted(len(result.settings), 'setting')} from {kept_and_lost(result)}.", file=sys.stderr)
     if result.job.gpus == 1 and gpus is None and result.job.shards:
         print(f"{name} shards over GPUs, the layout is for one; name how many with --gpus.", file=sys.stderr)
     if refused:
@@ -82,3 +77,12 @@ def migrate(
     elif refused is None and result.job.gpus > 1:  # the model was not counted here, which takes torch
         says = f"meshtune dryrun {out or 'FILE'} says whether {config.model.name} trains under"
         print(f"{says} {config.layout}.", file=sys.stderr)
+
+
+def kept_and_lost(result: "Migrated") -> str:
+    """Clause on the tool, and the keys that make no setting."""
+    unused = ", ".join(note.key for note in result.without_effect)
+    others = ", ".join(dict.fromkeys(note.key for note in result.left_out))
+    lost = f"{result.job.table.name}; without a counterpart: {', '.join(result.lost) or 'none'}"
+    lost += f"; without effect: {unused}" if unused else ""
+    return f"{lost}; left out, which changes no weight: {others}" if others else lost
