@@ -27,11 +27,13 @@ INSTEAD = {  # option -> others next to which sbatch refuses it
 slurm_output = partial(client_output, "Slurm", look="squeue --me")
 
 
-def submitted(*words: str, settings: Mapping[str, str]) -> str:
-    """Submit a job by sbatch; returns its id. settings: words in a refusal -> what has the value, for the
-    UserError.
-    """
-    remedies = {rf"(?i)\b({said})\b": f"Change {setting}." for said, setting in settings.items()}
+def remedies_of(settings: Mapping[str, str]) -> dict[str, str]:
+    """Remedies for `slurm_output`. settings: words in a refusal -> what has the value."""
+    return {rf"(?i)\b({words})\b": f"Change {setting}." for words, setting in settings.items()}
+
+
+def submitted(*words: str, remedies: Mapping[str, str]) -> str:
+    """Submit a job by sbatch; returns its id."""
     answer = slurm_output("sbatch", "--parsable", *words, remedies=remedies)
     return id_in(answer, r"(?m)^(\d+)(?:;|$)", "squeue --me")  # a site's own lines may be around it
 

@@ -27,6 +27,7 @@ from meshtune.launch.slurm import (
     option_problems,
     option_words,
     options_of_section,
+    remedies_of,
     slurm_output,
     state_of,
     submitted,
@@ -45,11 +46,12 @@ STATES = {"TIMEOUT": TIMED_OUT, "OUT_OF_MEMORY": OUT_OF_MEMORY}  # Slurm's state
 AGAIN = ("CANCELLED", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL")  # states after which an experiment waits again
 # Options that the sweep sets itself.
 OURS = ("array", "chdir", "hold", "output", "parsable", "job-name", "nodes", "ntasks", "ntasks-per-node")
-REFUSED = {words: text.replace("cluster.", "") for words, text in SETTINGS.items()} | {
+IN_FILE = {words: text.replace("cluster.", "") for words, text in SETTINGS.items()} | {
     "time limit": "limit, or slurm.time", "gres": f"slurm.{PER_NODE} (such as h100:8)",
     "node count": f"slurm.{PER_NODE}, or leave large layouts out by `where`",
     "node configuration": f"slurm.{PER_NODE}, slurm.mem or slurm.cpus-per-task",
-}  # words in a refusal of sbatch -> what in the sweep's file has the value  # fmt: skip
+}  # words in a refusal -> what in the sweep's file has the value  # fmt: skip
+REMEDIES = remedies_of(IN_FILE)
 HELD = "JobHeldUser"  # Slurm's reason of a job that was submitted held
 
 
@@ -95,14 +97,14 @@ def submit(store: Store, tasks: Mapping[int, Task], folder: Path, plan: SweepFil
             for start in range(0, len(several), most):
                 part = several[start : start + most]
                 ids.append(_held(store, part, script, name=plan.name, options=options, jobs=jobs))
+        for job in reversed(ids):  # the most ranks first: some requests are only refused here
+            slurm_output("scontrol", "release", job, remedies=REMEDIES)
     except UserError:
-        store.wait_again(tasks)  # first: `recover` cancels what is held and not written down
-        if ids:
-            with suppress(UserError):
+        with suppress(UserError):  # what can't be cancelled stays written down, and is released by `recover`
+            if ids:
                 slurm_output("scancel", *ids)
+            store.wait_again(tasks)
         raise
-    for job in ids:
-        slurm_output("scontrol", "release", job)
     return ids
 
 
@@ -121,7 +123,7 @@ def _held(
         f"--output={folder / 'slurm' / '%A_%a.out'}", *resources(tasks[0], options), str(script),
         str(listing),
     ]  # fmt: skip
-    job = submitted(*words, settings=REFUSED)
+    job = submitted(*words, remedies=REMEDIES)
     store.start([task.number for task in tasks], job)
     return job
 

@@ -21,6 +21,7 @@ from meshtune.launch.slurm import (
     SETTINGS,
     option_words,
     options_of_section,
+    remedies_of,
     slurm_output,
     state_of,
     submitted,
@@ -118,7 +119,7 @@ def clock(seconds: float) -> str:
 def send(folder: Path) -> str:
     """Submit the script; its log is in the folder. Raises UserError with sbatch's words and the setting."""
     log = str(folder.absolute() / "%j.out")
-    return submitted(f"--output={log}", str(folder / SCRIPT), settings=SETTINGS)
+    return submitted(f"--output={log}", str(folder / SCRIPT), remedies=remedies_of(SETTINGS))
 
 
 def status(job: str) -> str:

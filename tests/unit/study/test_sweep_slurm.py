@@ -29,6 +29,7 @@ COMMANDS = {
     "squeue": 'test -z "$DOWN" || { echo "$DOWN" >&2; exit 1; }; cat "$QUEUE" 2>/dev/null || true',
     "scontrol": (
         'echo "scontrol $*" >> "$RELEASED"; '
+        'test "$*" = "$FAIL" && { echo "1_0: Requested partition not available" >&2; exit 1; }; '
         'test "$1" = show && test -n "$REFUSAL" && { echo "$REFUSAL" >&2; exit 1; }; '
         'echo "MaxArraySize = 4"; echo "JobState=$STATE Reason=x"'
     ),
@@ -84,17 +85,21 @@ def test_each_number_of_ranks_is_an_array_and_large_ones_are_cut(commands: Path,
     assert '"$((SLURM_ARRAY_TASK_ID + 1))p"' in (tmp_path / "sweep.sbatch").read_text()
 
 
-def test_where_sbatch_refuses_an_array_the_others_are_cancelled_and_all_experiments_wait(
-    commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("refused", "cancelled"),
+    [("--ntasks-per-node=8", "1\n"), ("release 1", "1 2\n")],
+    ids=["sbatch", "release"],
+)
+def test_where_an_array_is_refused_the_others_are_cancelled_and_all_experiments_wait(
+    commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str, cancelled: str
 ) -> None:
     tasks = {1: task(1, "mb1-ga1"), 2: task(2, "zero3x8-mb1-ga1")}
-    monkeypatch.setenv("FAIL", "--ntasks-per-node=8")
+    monkeypatch.setenv("FAIL", refused)
     with store_of(tmp_path, [*tasks.values()]) as store:
         with refuses(UserError):
             submit(store, tasks, tmp_path, PLAN, 0)
         assert store.counts() == {WAITING: 2} and not any(row.job for row in store.rows())
-    assert (commands / "cancelled").read_text() == "1\n"
-    assert "release" not in (commands / "released").read_text(), "no experiment has begun"
+    assert (commands / "cancelled").read_text() == cancelled
 
 
 def test_results_are_collected_and_tasks_that_vanish_are_named(
