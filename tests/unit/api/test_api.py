@@ -238,4 +238,4 @@ def test_lines_are_printed_only_on_a_terminal_or_a_notebook(
         plan(settings, ["layout=zero3x2"], goal="speed")
         assert ("plan(goal=…) is read in this version" in " ".join(stream.getvalue().split())) == is_told
         sweep(swept, simulate=True, out=tmp_path / str(number))
-        assert ("predicting 1 experiment …" in stream.getvalue()) == is_told
+        assert ("predicting" in stream.getvalue()) == is_told
