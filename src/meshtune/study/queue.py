@@ -41,7 +41,7 @@ class Queue(Protocol):
         ...
 
     def recover(self, store: Store, folder: Path, log: Log) -> None:
-        """Mend what a sweep has left that was killed while it submitted."""
+        """Settle the jobs of an earlier call that was killed while it submitted them."""
         ...
 
     def submit(

@@ -1,7 +1,7 @@
 """Ray's queue: a job of Ray for each call, whose driver (ray_driver.py) starts a task for each experiment.
 
-The job's id is written down before it is submitted: killed in between, the next start finds a job that Ray
-does not know, and its experiments wait again.
+The job's id is written down before it is submitted. If the sweep is killed in between, its next start finds
+a job that Ray does not know, and the experiments wait again.
 """
 
 import json

@@ -3,8 +3,8 @@
     sweep.sbatch          the batch script of all arrays; a task runs `meshtune sweep … --task NUMBER`
     slurm/<…>.txt         numbers of the experiments of an array, a line a task
 
-Arrays are submitted held, written down, and released once sbatch has taken all: killed in between, no
-experiment runs twice, and the next start cancels what is held and not written down.
+Arrays are submitted held, written down, and released once sbatch has taken all. If the sweep is killed in
+between, no experiment runs twice: its next start cancels what is held and not written down.
 """
 
 import math

@@ -28,7 +28,7 @@ def files(job: "Job", options: Mapping[str, Any]) -> dict[str, str]:
     gpus = {} if job.processor else {"GPU": job.gpus}
     given = options.get("bundle")
     bundle = {"CPU": job.cpus} | gpus | (dict(given) if isinstance(given, Mapping) else {})
-    if bundle.get("GPU", 0) != gpus.get("GPU", 0) or None in bundle.values():
+    if bundle.get("GPU", 0) != gpus.get("GPU", 0):
         has = counted(gpus.get("GPU", 0), "GPU")
         problems.append(f"cluster.ray.bundle = {written(given)}: a machine of the plan has {has}.")
     problems += [
