@@ -36,7 +36,7 @@ from meshtune.precision import PRECISIONS
 from meshtune.units import count, counted, duration, human, significant
 
 # The first only where no nearest batch is faster.
-FASTER = ("batch", "compile", "sums", "moments", "precision")
+FASTER = ("batch", "compile", "dropout", "sums", "moments", "precision")
 NOTABLE_COST, NOTABLE_GAIN = 0.01, 0.02  # shares of a step, of speed
 LOSSES = 0.05, 0.5  # shares of the time that a layout which needs less memory may take longer
 NOTABLE = 0.1  # share of a difference in compute from which a kind of work is named as its cause
@@ -339,13 +339,13 @@ def cautions(plan: Plan, best: Choice) -> list[str]:
     return [*([own] if own else []), *_largest_cost(best)]
 
 
-def faster(plan: Plan, best: Choice) -> list[str]:
+def faster(plan: Plan, best: Choice, undropped: Workload | None = None) -> list[str]:
     """Batches near one that the data ranks can't share, and settings, that are faster; the fastest first.
 
-    best: the chosen layout, which all are compared with.
+    best: the chosen layout, which all are compared with. undropped: as in `changes`.
     """
     nearest = _nearest_batches(plan, best)
-    every = [*nearest, *_faster(plan, best, FASTER[1:] if nearest else FASTER)]
+    every = [*nearest, *_faster(plan, best, FASTER[1:] if nearest else FASTER, undropped)]
     return [outcome.sentence() for outcome in sorted(every, key=lambda one: -round(one.speed, 2))]
 
 
@@ -400,12 +400,14 @@ def _largest_cost(best: Choice) -> Iterator[str]:
         yield f"Largest cost besides compute: {what}, {duration(seconds)} a step ({share:.0%})."
 
 
-def _faster(plan: Plan, best: Choice, kinds: Sequence[str]) -> Iterator[Outcome]:
+def _faster(
+    plan: Plan, best: Choice, kinds: Sequence[str], undropped: Workload | None = None
+) -> Iterator[Outcome]:
     """Yield settings with which the best layout is notably faster than `best`; updates stay as exact."""
     trained = PRECISIONS[plan.workload.precision].trained
     some = (
         change
-        for change in changes(plan.workload, plan.cluster)
+        for change in changes(plan.workload, plan.cluster, undropped=undropped)
         if change.kind in kinds and PRECISIONS[change.workload.precision].trained == trained
     )
     fixed = plan.fixed_of_batches

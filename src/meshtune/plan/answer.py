@@ -27,7 +27,7 @@ from meshtune.plan.facts import cluster_facts, model_facts, workload_facts
 from meshtune.plan.hardware import GIGA
 from meshtune.plan.phrases import unmeasured
 from meshtune.plan.search import Choice, Plan, best_fitting, peaks, search
-from meshtune.plan.workload import Workload
+from meshtune.plan.workload import UNDROPPED, Workload
 from meshtune.units import duration, money, significant
 
 KIND = ("zero", "tp", "cp", "cp_method", "ep", "pp", "schedule")  # fields of layouts that are one kind
@@ -46,6 +46,7 @@ class Answer(Notebook):
     length: RunLength = UNPLANNED
     left_out: tuple[str, ...] = ()  # sentences on cluster sizes that are impossible
     unused: tuple[str, ...] = ()  # sentences on settings that a cluster does not use
+    undropped: Workload | None = None  # without dropout of the adapters' inputs; None: there is none now
     # What `batches` has searched, which later pictures show again.
     _batches: dict[tuple[int, int], Choice | None] = field(default_factory=dict, compare=False)
 
@@ -97,7 +98,7 @@ class Answer(Notebook):
     @cached_property
     def faster(self) -> list[str]:
         """Sentences on what is faster with updates as exact."""
-        return advice.faster(self.plan, self.choice) if self._of_speed else []
+        return advice.faster(self.plan, self.choice, self.undropped) if self._of_speed else []
 
     @property
     def _of_speed(self) -> bool:
@@ -243,9 +244,11 @@ def ask(
     if not offers:
         raise UserError(problems)
     ranked = compare(offers, sort, bounds, lighter, count)
+    undropped = lighter().get(UNDROPPED, lambda: None)()
     return Answer(
-        workload, in_order(offers, ranked), ranked[0], sort, bounds, length, tuple(problems), tuple(unused)
-    )
+        workload, in_order(offers, ranked), ranked[0], sort, bounds, length, tuple(problems), tuple(unused),
+        undropped,
+    )  # fmt: skip
 
 
 def cluster_sizes(cluster: Cluster) -> list[int]:
@@ -288,7 +291,12 @@ def largest(
         )
         if longest is None:
             shortest = replace(workload, seq_len=256)
-            others = lambda: {name: replace(other, seq_len=256) for name, other in lighter().items()}  # noqa: E731
+
+            def others() -> dict[str, Callable[[], Workload]]:
+                return {
+                    name: lambda make=make: replace(make(), seq_len=256) for name, make in lighter().items()
+                }
+
             raise empty_plan_error(search(shortest, cluster), others, count)
         return longest
     if what == "batch":

@@ -30,11 +30,12 @@ from meshtune.plan.phrases import indivisible, memory_limit, memory_need, sequen
 from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import Choice, Plan, best_fitting, choice_of, peak, search, times
 from meshtune.plan.seconds.step import TIE
-from meshtune.plan.workload import Workload
+from meshtune.plan.workload import UNDROPPED, Workload
 from meshtune.precision import FP8_ERROR, NF4_ERROR, PRECISIONS, narrower
 from meshtune.units import counted, human
 
-Lighter = Callable[[], Mapping[str, Workload]]  # returns workloads that need less, by the setting for them
+# Returns functions that make workloads which need less, by the setting for them.
+Lighter = Callable[[], Mapping[str, Callable[[], Workload]]]
 Count = Callable[[str], None]  # gets a line on how far a search is
 FACTORS = (2, 4, 8)  # of the micro-batch size, up and down
 VIRTUAL_STAGES = (2, 4, 8)
@@ -147,12 +148,13 @@ def changes(
     *,
     fixed: Mapping[str, Any] | None = None,
     lighter: Lighter = dict,
+    undropped: Workload | None = None,
 ) -> Iterator[Change]:
     """Yield every change, the least of each kind first.
 
     layout: yield changes to it that the model can be trained under, and settings under which it stays; None:
-    yield settings; the layout is searched for under each of them. fixed: as in `search`. lighter: is called
-    when its turn comes.
+    yield settings; the layout is searched for under each of them. fixed: as in `search`. lighter: each
+    workload is made when its turn comes. undropped: the workload without dropout of the adapters' inputs.
     """
     for kind, words, other in neighbours(layout, int(workload.work.blocks)) if layout else ():
         if not workload.refusals(other):
@@ -165,6 +167,9 @@ def changes(
     compiled = workload.compiled()
     if not workload.compile and not (layout and compiled.refusals(layout)):
         yield Change("compile", "compiled blocks", "train.compile=true", compiled, cluster, layout)
+    if undropped:
+        words = "no dropout of the adapters' inputs, which learn otherwise then"
+        yield Change("dropout", words, UNDROPPED, undropped, cluster, layout)
     if layout:
         yield from _sums(workload, cluster, layout)
     if cluster.nodes > 1 and layout:
@@ -262,8 +267,8 @@ def _reshaping(
     for name in that_may_fit(workload.optimizer) if workload.tool is MESHTUNE else ():
         other = replace(workload, optimizer=name)
         yield Change("optimizer", f"optimizer {name}", f"train.optimizer={name}", other, cluster)
-    for setting, other in lighter().items():
-        yield Change("method", setting, setting, other, cluster)
+    for setting, make in lighter().items():
+        yield Change("method", setting, setting, make(), cluster)
     for gpu in sorted(catalogue().values(), key=lambda gpu: gpu.memory):
         if gpu.memory > 1.1 * cluster.memory and not gpu.processor:
             node = gpu.node if cluster.node == cluster.gpu.node else cluster.node

@@ -81,6 +81,10 @@ class Machine:
     adapter_launches: Number  # kernels of an adapted matrix's forward besides its own
     adapter_passes: Number  # tensors that move as B's outputs are scaled and added, in the forward
     adapter_sums: Number  # tensors that move as gradients of its inputs, from W and A, are added
+    dropout_passes: (
+        Number  # tensors that move as the inputs of an adapter are dropped, a mask of 1 byte among them
+    )
+    dropout_backward: Number  # tensors that move as gradients of dropped inputs are masked
     logit_bytes: Number  # moved for each logit, forward and backward
     split_logit_bytes: Number  # moved next to them where tp splits the vocabulary
     selective: Number  # share of the forward's matmuls that selective recomputation repeats

@@ -200,6 +200,7 @@ class Work:
     )
     mixtures: Number = 0.0  # share of the blocks that are mixtures of experts
     mismatched: float = 0.0  # forwards without gradients over a step's micro-batches before its backwards
+    dropped: bool = False  # the inputs of adapters go through dropout
     imbalance: Number = 1.0  # rows of the rank with most of an ep group, over their mean
 
     @classmethod

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from meshtune.placement.census import Census
     from meshtune.placement.numbers import ModelNumbers
     from meshtune.plan.cluster import Cluster
+
+UNDROPPED = "lora.dropout=0"  # the setting for adapters without dropout
 
 
 @dataclass(frozen=True)
@@ -281,10 +284,11 @@ class Uncounted(UserError):
 
 
 def work_of(config: Config, census: Census) -> Work:
-    """The work of a model with the passes of the config's objective, and matrices in 4 bits."""
+    """The work of a model with the passes of the objective, adapters with dropout and matrices in 4 bits."""
     objective = OBJECTIVES[config.objective]
     work = Work.of(with_score(census) if objective.scores else census)
-    work = replace(work, imbalance=config.experts.imbalance)
+    dropped = config.adapts and bool(config.lora.dropout)
+    work = replace(work, imbalance=config.experts.imbalance, dropped=dropped)
     if config.quantise:
         work = work.quantised(DTYPE_BYTES[config.quantise])
     if objective.rows == "answers":
@@ -495,19 +499,24 @@ def positions_note(
 
 def lighter_workloads(
     config: Config, numbers_of: Callable[[Config], ModelNumbers], tool_of: Callable[[Config], Tool] = here
-) -> dict[str, Workload]:
-    """Workloads that need less memory, by the setting that makes them: adapters in place of all weights.
+) -> dict[str, Callable[[], Workload]]:
+    """Functions that make workloads which need less memory, by the setting that asks for them: adapters
+    without dropout, and adapters in place of all weights.
 
     Those that the config has already, or its tool can't train, are left out. numbers_of: returns the numbers
-    of a config's model. tool_of: returns the tool that runs a config. Raises Uncounted as `workload_of`.
+    of a config's model. tool_of: returns the tool that runs a config. The functions raise Uncounted as
+    `workload_of`.
     """
     lighter = MESHTUNE.methods[MESHTUNE.methods.index(config.method) + 1 :]
-    others = {
-        f"method={method}": config.model_copy(update={"method": method})
-        for method in lighter
-        if method in tool_of(config).methods
-    }
-    return {
-        setting: workload_of(other, numbers_of(other)).run_by(tool_of(other))
-        for setting, other in others.items()
-    }
+    others: dict[str, dict[str, Any]] = {}
+    if config.adapts and config.lora.dropout:
+        others[UNDROPPED] = {"lora": config.lora.model_copy(update={"dropout": 0.0})}
+    for method in lighter:
+        if method in tool_of(config).methods:
+            others[f"method={method}"] = {"method": method}
+
+    def make(fields: dict[str, Any]) -> Workload:
+        other = config.model_copy(update=fields)
+        return workload_of(other, numbers_of(other)).run_by(tool_of(other))
+
+    return {setting: partial(make, fields) for setting, fields in others.items()}

@@ -125,6 +125,9 @@ def test_adapters_add_the_traffic_of_their_sums_and_their_launches() -> None:
     moved = 2 * 1000 / machine.bandwidth
     assert forward == pytest.approx(5 * outputs * moved)
     assert backward == pytest.approx((2 * outputs + 3 * inputs) * moved)
+    dropped = replace(machine, dropout_passes=2.5, dropout_backward=0.5)
+    more = np.subtract(adapter_sums(dropped, 1000, replace(tuned, dropped=True), layout), (forward, backward))
+    assert more.ravel() == pytest.approx(np.multiply((2.5, 0.5), inputs * moved))
     assert adapter_sums(machine, 1000, LLAMA_8B, layout) == (0, 0)
     added = launch_seconds(machine, tuned) - launch_seconds(machine, LLAMA_8B)
     assert added == pytest.approx(4 * 5 * machine.launch), "queries, keys and values are one matrix here"

@@ -1,13 +1,16 @@
 """Single changes to a layout, and what they are predicted to gain."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from golden import says
 from made_plans import machines
 from made_plans import workload as workload_of
+from transformers import LlamaConfig
 
 from meshtune import config
+from meshtune.api.plan import plan
 from meshtune.layout import Layout
 from meshtune.plan.advice import faster_in_8_bits
 from meshtune.plan.changes import Refused, changes, levers, neighbours
@@ -148,3 +151,15 @@ def test_matmuls_in_8_bits_are_offered_where_they_run_and_are_faster():
         (narrow, machines(8)),
     ):
         assert not any(change.kind == "fp8" for change in changes(other, cluster))
+
+
+@pytest.mark.ci
+def test_a_plan_names_what_dropout_of_adapters_costs(tmp_path: Path) -> None:
+    LlamaConfig(hidden_size=512, intermediate_size=1024, num_hidden_layers=2).save_pretrained(tmp_path)
+    words = [f"model.name={tmp_path}", f"data.cache={tmp_path}", "cluster.gpu=h100-sxm", "cluster.gpus=1"]
+    words += ["method=lora", "train.compile=false"]
+    dropped, undropped = (plan(config.load(None, [*words, f"lora.dropout={share}"])) for share in (0.1, 0))
+    gain = undropped.choice.tokens_per_second_per_gpu / dropped.choice.tokens_per_second_per_gpu - 1
+    (sentence,) = (sentence for sentence in dropped.faster if "lora.dropout=0" in sentence)
+    assert f"{gain:.1%} more tokens per second" in sentence
+    assert not any("dropout" in sentence for sentence in undropped.faster)

@@ -177,20 +177,22 @@ def elementwise(machine: Machine, tokens: Number, work: Work, layouts: Columns) 
 def adapter_sums(machine: Machine, tokens: Number, work: Work, layouts: Columns) -> tuple[Number, Number]:
     """Seconds of (forward, backward) in a block of what LoRA adds to its matmuls: memory traffic.
 
-    The outputs of B are scaled and added to those of the adapted matrix; in the backward gradients are scaled
-    again, and those of its inputs are added up. tokens: of a micro-batch on this rank.
+    The inputs of A may be dropped. The outputs of B are scaled and added to those of the adapted matrix; in
+    the backward gradients are scaled again, and those of its inputs are added up. tokens: of a micro-batch on
+    this rank.
     """
     outputs = sum(
         b.count * b.rows / (layouts.tp if b.cut else 1.0) for b in work.matrices if b.adapter == "B"
     )
-    inputs = sum(
-        a.count * a.input_gradient * a.cols / (layouts.tp if a.cut else 1.0)
-        for a in work.matrices
-        if a.adapter == "A"
-    )
+    read = [(a, a.count * a.cols / (layouts.tp if a.cut else 1.0)) for a in work.matrices if a.adapter == "A"]
+    inputs = sum(a.input_gradient * elements for a, elements in read)
     seconds = machine.element * tokens / (machine.bandwidth * machine.memory)
+    forward = machine.adapter_passes * outputs
     backward = np.maximum(machine.adapter_passes - ADDED, 0.0) * outputs + machine.adapter_sums * inputs
-    return machine.adapter_passes * outputs * seconds, backward * seconds
+    if work.dropped:
+        forward = forward + machine.dropout_passes * sum(elements for _, elements in read)
+        backward = backward + machine.dropout_backward * inputs
+    return forward * seconds, backward * seconds
 
 
 def unrepeated(machine: Machine, tokens: Number, work: Work, layouts: Columns) -> tuple[Number, Number]:
