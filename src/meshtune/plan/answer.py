@@ -46,7 +46,7 @@ class Answer(Notebook):
     length: RunLength = UNPLANNED
     left_out: tuple[str, ...] = ()  # sentences on cluster sizes that are impossible
     unused: tuple[str, ...] = ()  # sentences on settings that a cluster does not use
-    undropped: Workload | None = None  # without dropout of the adapters' inputs; None: there is none now
+    undropped: Workload | None = None  # with adapters without dropout; None: they have none
     # What `batches` has searched, which later pictures show again.
     _batches: dict[tuple[int, int], Choice | None] = field(default_factory=dict, compare=False)
 

@@ -154,7 +154,7 @@ def changes(
 
     layout: yield changes to it that the model can be trained under, and settings under which it stays; None:
     yield settings; the layout is searched for under each of them. fixed: as in `search`. lighter: each
-    workload is made when its turn comes. undropped: the workload without dropout of the adapters' inputs.
+    workload is made when its turn comes. undropped: the workload with adapters without dropout.
     """
     for kind, words, other in neighbours(layout, int(workload.work.blocks)) if layout else ():
         if not workload.refusals(other):
@@ -168,7 +168,7 @@ def changes(
     if not workload.compile and not (layout and compiled.refusals(layout)):
         yield Change("compile", "compiled blocks", "train.compile=true", compiled, cluster, layout)
     if undropped:
-        words = "no dropout of the adapters' inputs, which learn otherwise then"
+        words = "adapters without dropout, which regularises them"
         yield Change("dropout", words, UNDROPPED, undropped, cluster, layout)
     if layout:
         yield from _sums(workload, cluster, layout)

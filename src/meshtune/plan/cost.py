@@ -14,7 +14,7 @@ from meshtune.data.cache import Summary, read_summary
 from meshtune.errors import UserError
 from meshtune.length import ending, limits, step_tokens
 from meshtune.objectives import OBJECTIVES
-from meshtune.units import count, counted, duration, money
+from meshtune.units import count, counted, duration, money, significant
 
 if TYPE_CHECKING:
     from meshtune.plan.cluster import Cluster
@@ -158,9 +158,10 @@ class RunCost:
             return f"Training costs {per_million}." if per_million else ""
         takes = "takes" if self.steps == 1 else "take"
         error = "" if self.error is None else f" ±{self.error:.0%}"
+        hours = f"{self.gpu_hours:,.1f}" if self.gpu_hours >= 0.1 else significant(self.gpu_hours, 1)
         sentence = (
             f"{counted(self.steps, 'step')} ({count(self.tokens)} tokens) {takes} "
-            f"{duration(self.seconds)}{error}: {self.gpu_hours:,.1f} GPU-hours"
+            f"{duration(self.seconds)}{error}: {hours} GPU-hours"
         )
         if self.cost is not None:
             sentence += f", which cost {money(self.cost, self.currency)} ({per_million})"
