@@ -321,7 +321,7 @@ def _speed(choices: Sequence[Choice]) -> Iterator[Row]:
     """Rows of speed and MFU; of the speed, a difference is marked."""
     speeds = [choice.tokens_per_second_per_gpu for choice in choices]
     yield Row(Text(speed_unit(choices), style="bold"), speeds, number, NOTABLE * speeds[0])
-    yield Row(Text("MFU", style="bold"), [choice.mfu for choice in choices], "{:.1%}".format, 0.0)
+    yield Row(Text("MFU, %", style="bold"), [100 * choice.mfu for choice in choices], "{:.1f}".format, 0.0)
 
 
 def _memory(choices: Sequence[Choice]) -> Iterator[Row]:
