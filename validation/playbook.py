@@ -86,6 +86,7 @@ def graded(parts: int) -> Graded:
     unseen = np.full(len(rows), np.nan)
     for part in range(parts):
         out = {name for name in names if part_of[name] == part}
+        print(f"fit {part + 1} of {parts} …", file=sys.stderr)
         kept = [row for row in every if group_of(row) not in out]  # rows of other files too
         own = np.isin(groups, list(out))
         unseen[own] = predict(fit(kept))[own]

@@ -263,8 +263,9 @@ class EvalConfig(Section):
     )  # fmt: skip
     at_start: bool = setting(False, "Evaluate before the first step too.", HELD_OUT)
     samples: NonNegative = setting(
-        0, "Held-out prompts that are answered greedily and shown.", HELD_OUT, ANSWERING, unit="prompts"
-    )
+        0, "Held-out prompts that are answered at each evaluation (samples.jsonl) and shown at the end.",
+        HELD_OUT, ANSWERING, unit="prompts",
+    )  # fmt: skip
     exact_match: NonNegative = setting(
         0, "Held-out prompts whose whole greedy answer, not only a number in it, is compared.", HELD_OUT,
         ANSWERING, unit="prompts",

@@ -140,7 +140,7 @@ COLUMNS: Mapping[str, Mapping[str, Type]] = {
         "layout": TEXT._replace(nullable=False), "device_type": TEXT._replace(nullable=False), "host": TEXT,
         "resumed_from": NUMBER, "expert_share": NUMBER,
         "predicted": Type(_is_prediction, "has no numbers by part"),
-        "expected": Type(_is_expected, "has no numbers of a job"),
+        "expected": Type(_is_expected, "has no numbers of a job"), "begun": TEXT,
     },
     "train": {"step": STEP},  # all other columns are numbers, too
     "eval": {"step": STEP},

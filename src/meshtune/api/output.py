@@ -15,6 +15,7 @@ The decision is made before the model is loaded, and once more when the folder i
 """
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from datetime import date
@@ -46,6 +47,7 @@ from meshtune.units import counted, notice
 
 # Settings that may change when a run resumes. A longer or shorter run continues with the schedule of its new
 # length; the other settings do not change what a step computes.
+RAY_COPY = re.compile(r".*/working_dir_files/_ray_pkg_[^/]+/")  # named by the contents of the folder
 KEPT = ("data.template_date",)  # null: that of the run in the folder, which has none if it is older
 FREE = (
     "train.max_steps", "train.total_tokens", "train.num_epochs", "train.lr_decay_steps", "train.device",
@@ -277,20 +279,25 @@ def _with_paths(
 def at_its_place(before: Config, run: RunDir, now: Config | None = None) -> Config:
     """The settings of a run that is there, with the paths that its model and data have now.
 
-    Where the run's folder was moved with what is around it, they are where they were as seen from the folder.
-    now: settings that continue with it; a model under another name or revision is the same one if its weights
-    are on this machine and are those that the run recorded.
+    Where the run's folder was moved with what is around it, they are where they were as seen from the folder;
+    of a copy that Ray made of a folder, in the copy that the process runs in. now: settings that continue
+    with it; a model under another name or revision is the same one if its weights are on this machine and are
+    those that the run recorded.
     """
     old, here = Path(before.output), run.path.absolute()
+    here_in_ray = RAY_COPY.match(f"{Path.cwd()}/")
 
     def moved(name: str) -> str:
+        copied = here_in_ray and RAY_COPY.sub(here_in_ray[0], name)
+        if copied and copied != name and Path(copied).exists():
+            return copied
         path = Path(name)
         if not path.is_absolute() or path.exists() or not old.is_absolute():
             return name
         place = Path(os.path.normpath(here / os.path.relpath(path, old)))
         return str(place) if place.exists() else name
 
-    placed = _with_paths(before, moved, moved) if old != here else before
+    placed = _with_paths(before, moved, moved)
     if now is None:
         return placed
     if _other_base(now, placed) and _base_here(now, run):

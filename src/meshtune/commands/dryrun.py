@@ -94,8 +94,8 @@ def dryrun(
     )
     answers = []
     for each in done:
-        log(f"counting the memory, operations and collectives of {each.layout} …")
-        answers.append(document(each, top, drawn=panels(each) if target else ()))
+        with working(f"counting the memory, operations and collectives of {each.layout}", log):
+            answers.append(document(each, top, drawn=panels(each) if target else ()))
     show(joined(answers), as_json=as_json)
     for simulation, page in zip(done, answers, strict=True):
         if target:

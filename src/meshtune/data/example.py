@@ -266,7 +266,9 @@ def bad_rows_error(problems: list[str], total: int, rows: int) -> UserError:
 
     total: bad rows so far, listed or not. rows: rows read so far, good or bad.
     """
-    count = f"{counted(total, 'bad row')} in the {counted(rows, 'row')} read so far"
+    count = (
+        f"{counted(total, 'bad row')} in the {counted(rows, 'row')} read so far, before labels are checked"
+    )
     shown = f" (the first {SHOWN} are named above)" if total > SHOWN else ""
     return UserError(
         [*problems[:SHOWN], f"{count}{shown}. Correct them, or set data.on_bad_row=skip to leave them out."]

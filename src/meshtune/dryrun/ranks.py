@@ -221,7 +221,7 @@ def _ended(
         while (left := until - time.monotonic()) > 0:
             if ended := wait(list(running), timeout=min(left, BEAT)):
                 return ended  # type: ignore[return-value]
-            if left > BEAT:
+            if silence > BEAT:
                 beat()
         for sentinel, (rank, process) in running.items():
             if _cpu_seconds(process) - before[sentinel] < TICK:

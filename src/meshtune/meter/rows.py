@@ -153,9 +153,10 @@ def fullest_memory(rows: Sequence[Row]) -> dict[str, int]:
     return dict(max(phases, key=lambda sizes: sizes["peak"], default={}))
 
 
-def time_now() -> str:
-    """This machine's time with its zone, to the second, in ISO 8601."""
-    return datetime.now().astimezone().isoformat(timespec="seconds")
+def time_now(then: float | None = None) -> str:
+    """The time with this machine's zone, to the second, in ISO 8601. then: seconds since 1970; None: now."""
+    now = datetime.now() if then is None else datetime.fromtimestamp(then)
+    return now.astimezone().isoformat(timespec="seconds")
 
 
 def memory_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:

@@ -34,7 +34,8 @@ ALWAYS_DIFFERS = ("output",)  # settings
 # Facts of the "run" row that a setting says already, or that only tell how a run was started.
 KNOWN_FACTS = (
     "model", "method", "objective", "precision", "global_batch_size", "seq_len", "data", "resumed_from",
-    "learning_rate", "total_steps", "schedule_steps", "seed", "id", "start", "started", "predicted",
+    "learning_rate", "total_steps", "schedule_steps", "seed", "id", "start", "started", "begun", "expected",
+    "predicted",
 )  # fmt: skip
 # Settings that choose the held-out labels: where one differs, losses are means over other tokens.
 HELD_OUT = (

@@ -15,7 +15,6 @@ from pathlib import Path, PurePosixPath
 
 from meshtune.api.plan import plan
 from meshtune.config import Config, DataConfig
-from meshtune.data.cache import Summary
 from meshtune.errors import NothingFits, UserError, expanded
 from meshtune.length import steps_between
 from meshtune.placement.columns import Columns
@@ -25,13 +24,13 @@ from meshtune.plan.cluster import cluster_for
 from meshtune.plan.cost import NO_BOUNDS, Bounds, bounds_of, epoch_of, seconds_of, unknown
 from meshtune.plan.search import Choice, times
 from meshtune.rundir import EXPECTED, RunDir, saved_steps
+from meshtune.sections import PROMPTS_AT_ONCE
 from meshtune.setting import epochs_of
 from meshtune.units import GIB, counted, duration, human, money
 
 START = 600.0  # seconds until the first step: machines, image, weights, data, compiler
 WRITE = 1e9  # bytes/s that all ranks together write a checkpoint with
 EVALUATION = 10  # global batches of an evaluation whose rows are not counted
-ANSWERS = 120.0  # seconds in which an evaluation generates its answers
 EARLY = 60.0  # seconds by which Slurm may signal earlier
 ERROR = 0.5  # error bar of times on processors, as a share
 CORES = 4  # of a rank
@@ -71,7 +70,7 @@ class Job:
     layout: str
     parts: tuple[Part, ...]  # of the time that is left
     limit: int  # seconds of one job: all parts, or cluster.time_limit; whole minutes
-    jobs: int  # jobs one after the other that the run needs
+    jobs: int  # jobs one after the other that the run needs at most
     margin: int  # seconds between the signal and the limit, or of grace: a step, a checkpoint and EARLY
     price: float | None  # of a GPU-hour; None: not known
     currency: str
@@ -126,7 +125,7 @@ class Job:
     @property
     def comments(self) -> list[str]:
         """Sentences with the numbers, for a file's comments and the terminal."""
-        several = "" if self.jobs == 1 else f", in about {self.jobs} jobs of {duration(self.limit)}"
+        several = "" if self.jobs == 1 else f", in at most {self.jobs} jobs of {duration(self.limit)}"
         several += f", with {self.machines} machines" if self.least else ""
         time, *price = self.totals
         return [
@@ -259,11 +258,12 @@ def made(config: Config, answer: Answer, words: Sequence[str], why: str, *, fixe
     margin = math.ceil(choice.seconds.total * (1 + error_of(choice)) + saving + EARLY)
     limit, jobs = limit_of(config, sum(part.most for part in parts), margin)
     if jobs > 1:
-        stops, start = (jobs - 1) * writing, START * jobs
+        _, fewer = limit_of(config, sum(part.seconds for part in parts), margin)
+        stops = f"{jobs - 1}, each with a checkpoint in {duration(writing)}"
         parts = (
             *parts[:-1],
-            Part("stops", stops, stops, f"{jobs - 1}, each with a checkpoint in {duration(writing)}"),
-            Part("start", start, start, f"assumed, of {jobs} jobs"),
+            Part("stops", (fewer - 1) * writing, (jobs - 1) * writing, stops),
+            Part("start", START * fewer, START * jobs, f"assumed, of {jobs} jobs"),
         )
     expected = {
         "seconds": round(sum(part.seconds for part in parts)),
@@ -343,10 +343,13 @@ def parts_of(config: Config, answer: Answer, steps: int) -> tuple[Part, ...]:
     parts = [predicted("steps", steps * step, f"{steps:,} of {duration(step)}")]
     if config.data.eval or config.data.eval_split:
         forward = times(answer.workload, choice.cluster, Columns.of([choice.layout]), gradients=False)
-        one = held_out(config, summary) * float(forward.total[0])
-        one += ANSWERS * bool(config.eval.samples or config.eval.exact_match)
+        generating, text = answering(config, answer)
+        one = held_out(config, answer) * float(forward.total[0])
         number = happening(config, config.eval.every, steps, sequences) + config.eval.at_start
-        parts.append(predicted("evaluations", number * one, f"{number} of {duration(one)}"))
+        how = f"{number} of {duration(one + generating)}"
+        if generating:
+            how += f", {duration(generating)} of each for {text}"
+        parts.append(predicted("evaluations", number * (one + generating), how))
     if before := answer.run.reference_seconds:
         parts.append(predicted("reference", before, "before the first step"))
     writing = answer.workload.checkpoint_bytes / WRITE
@@ -373,25 +376,54 @@ def happening(config: Config, every: int | str, steps: int, sequences: int | Non
 
 
 def uncounted(config: Config) -> list[str]:
-    """A sentence on the intervals in epochs of a run whose rows are not counted."""
+    """Sentences on what depends on numbers of rows that are not counted: intervals in epochs, evaluations."""
     summary, reason = epoch_of(config)
     given = (("eval.every", config.eval.every), ("checkpoint.every", config.checkpoint.every))
     texts = [f"{name} = {every}" for name, every in given if epochs_of(every)]
-    if summary or not texts:
-        return []
+    texts += [f"data.eval_split = {config.data.eval_split:g}"] * (0 < config.data.eval_split < 1)
     number = config.train.num_epochs or 1
     epochs = f"{number:g} epoch{'s' * (number != 1)}"
-    return [f"the run counts as {epochs}, for {' and '.join(texts)}, since {reason}"]
+    said = [f"the run counts as {epochs}, for {' and '.join(texts)}, since {reason}"]
+    batches = f"an evaluation of data.eval counts as {EVALUATION} global batches."
+    return [*said * bool(texts and not summary), *[batches] * bool(config.data.eval)]
 
 
-def held_out(config: Config, summary: Summary | None) -> float:
-    """Global batches of one evaluation; EVALUATION where its rows are not counted."""
-    split = config.data.eval_split
+def answering(config: Config, answer: Answer) -> tuple[float, str]:
+    """(Seconds in which an evaluation generates its answers, all as long as they may be; a clause on them).
+
+    One rank keeps keys and values; several run the whole text again for each token (train/generate.py).
+    """
+    prompts = max(config.eval.samples, config.eval.exact_match)
+    if not prompts:
+        return 0.0, ""
+    workload, layout = answer.workload.uncompiled(), answer.choice.layout
+    if layout.world == 1:
+        rows, tokens, texts = min(prompts, PROMPTS_AT_ONCE), 1, ""
+    else:
+        rows, tokens = layout.micro_batch_size, math.ceil(workload.document_tokens or workload.seq_len)
+        texts = f" in texts of {tokens:,}"
+    once = replace(
+        layout, micro_batch_size=rows, gradient_accumulation_steps=1, schedule="1f1b", virtual_stages=1
+    )
+    short = replace(workload, seq_len=tokens, global_batch_size=once.global_batch_size)
+    forward = times(short, answer.choice.cluster, Columns.of([once]), gradients=False)
+    turns, longest = math.ceil(prompts / (rows * layout.data_ranks)), config.eval.max_new_tokens
+    return turns * longest * float(forward.total[0]), f"answers of {longest:,} tokens{texts}"
+
+
+def held_out(config: Config, answer: Answer) -> float:
+    """Global batches of one evaluation: EVALUATION of data.eval, whose rows are not counted.
+
+    Where those of data.train are not, the steps are taken for the epochs of the settings.
+    """
+    split, (summary, _) = config.data.eval_split, epoch_of(config)
     if split >= 1:  # rows; a sequence may hold several
         return split / config.global_batch_size
-    if config.data.eval or summary is None:
+    if config.data.eval:
         return EVALUATION
-    return summary.sequences * split / (1 - split) / config.global_batch_size
+    steps = (answer.length.steps or 0) / (config.train.num_epochs or 1)
+    batches = summary.sequences / config.global_batch_size if summary else steps
+    return batches * split / (1 - split)
 
 
 def limit_of(config: Config, seconds: float, margin: int) -> tuple[int, int]:

@@ -92,8 +92,19 @@ def tool_for(name: str, config: Config) -> Tool:
 
 def check(name: str, config: Config) -> None:
     """Raise UserError with every setting that can't be exported to a tool. name: of the tool."""
-    if problems := [*setting_problems(TOOLS[check_tool(name)], in_steps(config))]:
+    tool = TOOLS[check_tool(name)]
+    if problems := [*setting_problems(tool, _in_steps(tool, config))]:
         raise UserError(problems)
+
+
+def _in_steps(tool: Tool, config: Config) -> Config:
+    """`in_steps` of a config; raises UserError where it has epochs too: the tools count one of them."""
+    if config.train.total_tokens and config.train.num_epochs:
+        raise UserError(
+            f"train.total_tokens with train.num_epochs can't be exported to {tool.title}, which counts steps "
+            "or epochs; keep one."
+        )
+    return in_steps(config)
 
 
 def export(
@@ -111,7 +122,8 @@ def export(
     train.total_tokens is written as the steps that it gives. Raises UserError for an unknown tool, and for a
     layout that it can't run, with every reason.
     """
-    tool, config = TOOLS[check_tool(name)], with_whole_paths(in_steps(config))
+    tool = TOOLS[check_tool(name)]
+    config = with_whole_paths(_in_steps(tool, config))
     problems = [
         *setting_problems(tool, config, adapts_experts=adapts_experts),
         *sentences(rules_of(name, config, blocks, config.data.seq_len), layout),

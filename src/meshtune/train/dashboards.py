@@ -452,10 +452,11 @@ class ProgressTracker:
             self._news.clear()
             last = self._end.is_set()
             try:
-                self.send(self.now)
+                self.send(sent := self.now)
             except Exception as error:
                 self._fail(reason_of(error))
-            self._end.wait(self.spacing)
+            if sent.step > self.course.start:  # the first step is reported when it is done
+                self._end.wait(self.spacing)
 
     def _fail(self, reason: str) -> None:
         if not self._failed.is_set():
@@ -500,7 +501,7 @@ class SlurmTracker(ProgressTracker):
             found = re.search(r"^ *Comment=(.+)$", slurm_output("scontrol", "show", "job", job), re.MULTILINE)
             self.free = found is None or found[1].startswith(COMMENT)
         if self.free:
-            parts = [f"{COMMENT}step {now.step} of {self.course.steps}"]
+            parts = [f"{COMMENT}at {datetime.now():%H:%M:%S} step {now.step} of {self.course.steps}"]
             parts += left_parts(None if now.done else now.left)
             parts += [f"loss {now.metrics['loss']:.4f}"] if "loss" in now.metrics else []
             text = ", ".join(parts)

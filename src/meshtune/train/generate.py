@@ -32,6 +32,7 @@ from meshtune.model.body import head_only
 from meshtune.model.files import context_of
 from meshtune.parallel import context
 from meshtune.parallel.tensor import vocabulary_of
+from meshtune.sections import PROMPTS_AT_ONCE
 
 if TYPE_CHECKING:
     from meshtune.model.anatomy import Anatomy
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from meshtune.parallel.mesh import World
 
 
-PROMPTS_AT_ONCE = 64
 LOWEST_TEMPERATURE = 1e-5
 
 

@@ -9,6 +9,7 @@ import subprocess
 import uuid
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.cuda import nccl as nccl_of_torch
@@ -104,11 +105,14 @@ def predicted(folder: RunDir) -> dict[str, Any]:
 
 
 def expected() -> dict[str, Any]:
-    """`expected` of the job that `meshtune submit` sent; {} for a run that was not submitted."""
+    """`expected` of the job that `meshtune submit` sent, and when it `begun`: Slurm's job or this process; {}
+    for a run that was not submitted.
+    """
     if (text := os.environ.get(EXPECTED)) is None:
         return {}
     try:
-        return {"expected": json.loads(text)}
+        begun = float(os.environ.get("SLURM_JOB_START_TIME") or psutil.Process().create_time())
+        return {"expected": json.loads(text), "begun": time_now(begun)}
     except ValueError:
         raise UserError(f"{EXPECTED}={text} is not what `meshtune submit` wrote; unset it.") from None
 

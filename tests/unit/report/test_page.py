@@ -128,7 +128,7 @@ def test_samples_are_a_list_on_a_narrow_screen(run):
     cells = [
         attributes for tag, attributes in Elements(page).tags if tag == "td" and "data-name" in attributes
     ]
-    assert [one["data-name"] for one in cells] == ["Prompt", "Expected", "Before", "After"] * 2
+    assert [one["data-name"] for one in cells] == ["Prompt", "Expected", "Before", "At step 4"] * 2
     narrow = page[page.index("@media (max-width: 720px)") : page.index("@media print")]
     assert ".samples thead { display: none; }" in narrow
     assert ".samples, .samples tbody, .samples tr, .samples td { display: block; }" in narrow

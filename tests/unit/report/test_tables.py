@@ -58,7 +58,7 @@ def test_samples_stand_below_each_other_and_are_not_read_as_markup(run):
     run.append_sample({"step": 0, "prompt": "[bold]x[/nope]", "expected": "y", "answer": "[red]z"})
     text = shown(samples_table(run))
     lines = [line.split() for line in text.splitlines()]
-    assert lines[:4] == [["prompt", "2+2="], ["expected", "4"], ["before", "?"], ["after", "4"]]
+    assert lines[:4] == [["prompt", "2+2="], ["expected", "4"], ["before", "?"], ["at", "step", "4", "4"]]
     assert "[bold]x[/nope]" in text
 
 

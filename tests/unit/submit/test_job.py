@@ -1,6 +1,7 @@
 """Numbers of a job against counts by hand from the plan's step, and the machines that bounds choose."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from golden import refuses, says
 from meshtune import config
 from meshtune.api.plan import plan
 from meshtune.errors import NothingFits, UserError
+from meshtune.layout import Layout
 from meshtune.rundir import EXPECTED
 from meshtune.submit.job import Job, job_of
 
@@ -55,6 +57,28 @@ def test_intervals_in_epochs_of_rows_that_nobody_counted_are_those_of_the_settin
     says(made.assumed[1:])
 
 
+@pytest.mark.ci
+def test_an_evaluation_has_the_share_of_an_epoch_that_is_held_out_and_the_answers_that_are_asked_for() -> (
+    None
+):
+    def evaluations(*words: str) -> float:
+        parts = job("eval.every=100", "train.num_epochs=2", *words).parts
+        return next(part.seconds for part in parts if part.name == "evaluations")
+
+    fiftieth, half = evaluations("data.eval_split=0.02"), evaluations("data.eval_split=0.5")
+    assert half / fiftieth == pytest.approx(0.98 / 0.02), (
+        "rows that are not counted are the steps of an epoch"
+    )
+    few, more = (
+        evaluations("data.eval_split=0.02", f"eval.samples={number}", f"eval.max_new_tokens={tokens}")
+        - fiftieth
+        for number, tokens in ((5, 16), (100, 32))
+    )
+    at_once = Layout.parse(job().layout)
+    turns = math.ceil(100 / (at_once.data_ranks * at_once.micro_batch_size))
+    assert turns > 1 and more / few == pytest.approx(2 * turns)
+
+
 @pytest.mark.parametrize("words", [("model.name=Qwen/Qwen3-0.6B",), ("method=lora",), ("cluster.gpus=64",)])
 def test_the_margin_is_never_below_a_step_and_a_checkpoint(words: tuple[str, ...]) -> None:
     answer = plan(config.load(None, [*RUN, *words]))
@@ -98,7 +122,13 @@ def test_what_is_left_is_counted_and_a_site_with_shorter_jobs_gets_several(tmp_p
     assert job(output, "output_exists=replace").parts[0].seconds == pytest.approx(whole)
     parts = job("train.max_steps=30000", "cluster.time_limit=2h")
     assert parts.limit == 7200 and parts.jobs == 5  # 6 h at most, and each has 20 min less
-    assert parts.parts[-1].seconds == 5 * 600 and parts.parts[-2].seconds == pytest.approx(4 * 98.3, rel=0.01)
+    stops, start = parts.parts[-2:]
+    assert (start.seconds, start.most) == (4 * 600, 5 * 600), (
+        "as many jobs as the expected steps need, and all"
+    )
+    assert stops.seconds == pytest.approx(3 * 98.3, rel=0.01) and stops.most == pytest.approx(
+        4 * 98.3, rel=0.01
+    )
     assert job("output=~/runs/a").output == str(Path.home() / "runs/a")
     for words in (["cluster.time_limit=10min"], ["cluster.time_limit=soon"], [output, "train.max_steps=600"]):
         with refuses(UserError):

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from cases import cases
@@ -669,9 +670,10 @@ def test_a_submitted_run_is_compared_with_what_its_job_was_expected_to_take(
     monkeypatch.setenv(EXPECTED, '{"seconds":3600,"most":7200,"gpus":8,"price":2.5,"currency":"USD"}')
     run = train()
     (first,), (last,) = run.folder.rows("run"), run.folder.rows("end")
-    started, ended = map(datetime.fromisoformat, (first["started"], last["ended"]))
+    begun, ended = map(datetime.fromisoformat, (first["begun"], last["ended"]))
+    assert begun.timestamp() == int(psutil.Process().create_time()), "start-up is in the expected time too"
     job = summarise(run.folder).job or {}
-    assert job["seconds"] == (ended - started).total_seconds() and job["expected_cost"] == 8 * 2.5
+    assert job["seconds"] == (ended - begun).total_seconds() and job["expected_cost"] == 8 * 2.5
     assert job["cost"] == pytest.approx(8 * 2.5 * job["seconds"] / 3600)
     took = "of 1 h 0 min expected (at most 2 h 0 min)"
     assert took in dict(headline(summarise(run.folder)))["submitted job"]

@@ -376,3 +376,19 @@ class Blind(type(Path())):
 
     def exists(self, **options: bool) -> bool:
         return False
+
+
+def test_rows_in_a_copy_that_ray_made_are_those_of_the_copy_it_makes_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, now = (tmp_path / "working_dir_files" / f"_ray_pkg_{name}" for name in ("5a08", "03cb"))
+    for copy in (before, now):
+        (copy / "data").mkdir(parents=True)
+        (copy / "data" / "rows.jsonl").write_text("{}\n")
+    words = [f"output={tmp_path / 'run'}", "model.name=x", f"data.train={before}/data/rows.jsonl"]
+    run, settings = RunDir(tmp_path / "run"), config.load(None, words)
+    monkeypatch.chdir(now)
+    (source,) = output.at_its_place(settings, run).data.train
+    assert source.path == str(now / "data" / "rows.jsonl")
+    monkeypatch.chdir(tmp_path)
+    assert output.at_its_place(settings, run) == settings

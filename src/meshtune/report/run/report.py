@@ -222,7 +222,9 @@ def _samples(run: RunDir) -> Table:
         Asked(one.prompt, one.question, one.expected, (one.before, one.after) if twice else (one.after,))
         for one in samples
     ]
-    return samples_table(("Before", "After") if twice else ("Answer",), rows, run.samples_file.name)
+    steps = {one.step for one in samples}
+    last = f"At step {max(steps):,}" if len(steps) == 1 else "Last"
+    return samples_table((*["Before"] * twice, last), rows, run.samples_file.name)
 
 
 def _memory(rows: list[Row]) -> Iterator[Table]:

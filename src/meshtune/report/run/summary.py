@@ -126,6 +126,7 @@ class Sample:
     expected: str | None
     before: str | None  # None where the prompt was not answered before the first step
     after: str
+    step: int  # of `after`
 
 
 def summarise(run: RunDir, rows: Sequence[Row] | None = None, *, samples: bool = True) -> Summary:
@@ -221,7 +222,8 @@ def layouts_of(starts: Sequence[Row]) -> tuple[Stretch, ...]:
 
 def job_of(rows: Sequence[Row]) -> dict[str, Any] | None:
     """Time and price that a submitted run was expected to take, and that its starts took; None for
-    others. Of a start that was killed, the seconds of its steps are counted.
+    others. A start counts from the begin of its job or process; if it was killed, to its first step and the
+    seconds of its steps.
     """
     starts = [place for place, row in enumerate(rows) if row.get("kind") == "run"]
     starts = [*dropwhile(lambda place: not rows[place].get("expected"), starts)]
@@ -230,14 +232,23 @@ def job_of(rows: Sequence[Row]) -> dict[str, Any] | None:
     seconds, expected = 0.0, rows[starts[0]]["expected"]
     for first, last in pairwise([*starts, len(rows)]):
         ended = values(of_kind(rows[first:last], "end"), "ended")
-        if ended and (started := rows[first].get("started")):
-            seconds += (datetime.fromisoformat(ended[-1]) - datetime.fromisoformat(started)).total_seconds()
+        started = rows[first].get("started") or ""
+        begun = rows[first].get("begun") or started
+        if started and not ended:
+            seconds += _between(begun, started)
+        if ended and begun:
+            seconds += _between(begun, ended[-1])
         else:
             seconds += sum(values(of_kind(rows[first:last], "train"), "step_seconds"))
     hourly = None if expected["price"] is None else expected["price"] * expected["gpus"] / 3600
     times = {"expected_seconds": expected["seconds"], "most_seconds": expected["most"], "seconds": seconds}
     costs = {name.replace("seconds", "cost"): hourly and hourly * time for name, time in times.items()}
     return {**times, **costs, "currency": expected.get("currency", "")}
+
+
+def _between(earlier: str, later: str) -> float:
+    """Seconds from a time to another, both in ISO 8601."""
+    return (datetime.fromisoformat(later) - datetime.fromisoformat(earlier)).total_seconds()
 
 
 def causes_of(rows: Sequence[Row]) -> tuple[Cause, ...]:
@@ -257,6 +268,7 @@ def samples_of(run: RunDir) -> list[Sample]:
             expected=as_text(rows[-1].get("expected")),
             before=rows[0]["answer"] if len(rows) > 1 and rows[0].get("step") == 0 else None,
             after=rows[-1]["answer"],
+            step=rows[-1].get("step") or 0,
         )
         for prompt, rows in rows_of_prompt.items()
     ]

@@ -121,22 +121,26 @@ def change(first: float | None, last: float, form: str) -> str:
 def samples_table(run: RunDir, *, limit: int = 5) -> RenderableType:
     """The first `limit` held-out prompts, each with the expected answer and the model's, green where right.
 
-    Answers before and after, if any prompt was answered more than once. A sentence if there are no samples.
+    Answers before training, if any prompt was answered more than once, and the last ones. A sentence if there
+    are no samples.
     """
-    samples = samples_of(run)[:limit]
+    every = samples_of(run)
+    samples, more = every[:limit], len(every) - limit
     if not samples:
         return Text("No samples were taken; set eval.samples to a number of prompts.", style="dim")
     twice = any(sample.before is not None for sample in samples)
     blocks = []
     for sample in samples:
         answers = {"before": sample.before or ""} if twice else {}
-        answers |= {"after" if twice else "answer": sample.after}
+        answers |= {f"at step {sample.step:,}": sample.after}
         coloured = {
             name: Text(printable(answer), style="green" if matches(sample.expected, answer) else "yellow")
             for name, answer in answers.items()
         }
         block = {"prompt": sample.question, "expected": sample.expected or ""} | coloured
         blocks.append(Padding(facts(block), (0, 2, 1, 2)))
+    if more > 0:
+        blocks.append(Text(f"{counted(more, 'prompt')} more in {run.samples_file.name}.", style="dim"))
     return Group(*blocks)
 
 
