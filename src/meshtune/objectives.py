@@ -10,6 +10,7 @@ from meshtune.errors import Table
 
 # answers: one answer to each prompt; pairs: a chosen and a rejected one; judged: one, and whether it is good
 Rows = Literal["answers", "pairs", "judged"]
+PROMPTS_AT_ONCE = 64  # of an evaluation, whose answers one rank generates together
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,6 @@ def of_objective(name: str) -> Need:
     )  # fmt: skip
 
 
-PROMPTS_AT_ONCE = 64  # of an evaluation, whose answers one rank generates together
 ANSWERING = Need(
     lambda config: not OBJECTIVES[config.objective].scores,
     "a reward model writes no answers",

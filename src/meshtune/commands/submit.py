@@ -51,6 +51,7 @@ def submit(
     from meshtune.report.draw.document import Document, Section
     from meshtune.submit import engines
     from meshtune.submit.job import job_of
+    from meshtune.train.trackers import tracker_problems
 
     engine = engines.ENGINES[to]
     settings_of_run, words = config.load(file, overrides), [*([file] if file else []), *overrides]
@@ -60,6 +61,7 @@ def submit(
         )
     paths = engines.write(engines.files_of(settings_of_run, to, job), folder or FOLDER / job.name)
     lines, name = [*job.comments, f"Written: {', '.join(map(str, paths))}."], None
+    lines += [f"On this machine, {problem}" for problem in tracker_problems(settings_of_run.log.to)]
     if folder is None:
         name = f"{to}:{engine.send(FOLDER / job.name)}"
         lines.append(f"Submitted as {name}; `meshtune submit status {name}` has its state.")

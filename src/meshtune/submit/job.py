@@ -17,6 +17,7 @@ from meshtune.api.plan import plan
 from meshtune.config import Config, DataConfig
 from meshtune.errors import NothingFits, UserError, expanded
 from meshtune.length import steps_between
+from meshtune.objectives import PROMPTS_AT_ONCE
 from meshtune.placement.columns import Columns
 from meshtune.plan.answer import Answer, check_bounds, cluster_sizes
 from meshtune.plan.changes import silent
@@ -24,7 +25,6 @@ from meshtune.plan.cluster import cluster_for
 from meshtune.plan.cost import NO_BOUNDS, Bounds, bounds_of, epoch_of, seconds_of, unknown
 from meshtune.plan.search import Choice, times
 from meshtune.rundir import EXPECTED, RunDir, saved_steps
-from meshtune.sections import PROMPTS_AT_ONCE
 from meshtune.setting import epochs_of
 from meshtune.units import GIB, counted, duration, human, money
 

@@ -30,9 +30,9 @@ from meshtune.errors import UserError
 from meshtune.model.anatomy import anatomy
 from meshtune.model.body import head_only
 from meshtune.model.files import context_of
+from meshtune.objectives import PROMPTS_AT_ONCE
 from meshtune.parallel import context
 from meshtune.parallel.tensor import vocabulary_of
-from meshtune.sections import PROMPTS_AT_ONCE
 
 if TYPE_CHECKING:
     from meshtune.model.anatomy import Anatomy
