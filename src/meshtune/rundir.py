@@ -46,6 +46,7 @@ from meshtune.units import counted
 
 Row = dict[str, Any]
 EXPECTED = "MESHTUNE_EXPECTED"  # environment variable with the `expected` of a run's row, as JSON
+BEGUN = "MESHTUNE_BEGUN"  # another, with the start of its job in seconds since 1970
 PARTS = (  # of a step in time (meter/parts.py)
     "forward", "backward", "recomputation", "communication", "bubble", "waiting", "optimizer", "loading",
     "rest",

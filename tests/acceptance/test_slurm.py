@@ -249,7 +249,12 @@ def test_a_submitted_run_asks_for_what_a_real_slurm_takes_and_has_its_log(
     number = job.removeprefix("slurm:")
     wait_until(lambda: "COMPLETED" in slurm("scontrol", "show", "job", number).stdout, seconds=500)
     ended = slurm("scontrol", "show", "job", number).stdout
-    assert re.search(r"Comment=meshtune: step (\d+) of \1, loss \d", ended), ended
+    assert re.search(r"Comment=meshtune: at [\d:]+ step (\d+) of \1, loss \d", ended), ended
+    (run,) = RunDir(tmp_path / "my run").rows("run")
+    allocated = re.search(r"StartTime=(\S+)", ended)
+    assert allocated and allocated[1] <= run["begun"][:19] < run["started"][:19], (
+        "the job's script begins first"
+    )
     assert submit("status", job).stdout == f"Slurm's job {number} has ended: COMPLETED.\n"
     assert "submitted job" in submit("logs", job).stdout
     assert [loss for _, loss, _ in losses(tmp_path / "my run")] == pytest.approx(

@@ -26,6 +26,7 @@ from meshtune.launch.slurm import (
     state_of,
     submitted,
 )
+from meshtune.rundir import BEGUN
 
 if TYPE_CHECKING:
     from meshtune.submit.job import Job
@@ -66,6 +67,7 @@ def files(job: "Job", options: Mapping[str, Any]) -> dict[str, str]:
     text = f"""#!/bin/bash
 # Written by `meshtune submit --to slurm`; its next call writes it anew.
 {said}{directives}
+export {BEGUN}=$(date +%s)
 {exports}{first}{" ".join(srun)} {shlex.join(command)}
 code=$?
 if [ $code -eq {Interrupted.exit_code} ]; then scontrol requeue "$SLURM_JOB_ID"; fi
@@ -103,7 +105,7 @@ def contained(job: "Job", container: str | None) -> list[str]:
         return ["apptainer", "exec", *["--nv"] * (not job.processor), *binds, "--pwd", '"$PWD"',
                 shlex.quote(container)]  # fmt: skip
     mounts = ",".join(f"{path}:{path}" for path in seen)
-    variables = ",".join([*job.environment, *["MASTER_ADDR"] * (job.machines > 1)])
+    variables = ",".join([BEGUN, *job.environment, *["MASTER_ADDR"] * (job.machines > 1)])
     return [
         shlex.quote(f"--container-image={container}"), f"--container-mounts={mounts}",
         '--container-workdir="$PWD"', "--no-container-mount-home", f"--container-env={variables}",

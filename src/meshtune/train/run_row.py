@@ -21,7 +21,7 @@ from meshtune.launch.installed import processor_name
 from meshtune.launch.rank import cores
 from meshtune.meter.rows import time_now
 from meshtune.model.stored import BASE_DIGEST
-from meshtune.rundir import EXPECTED
+from meshtune.rundir import BEGUN, EXPECTED
 from meshtune.yaml_tree import read_yaml
 
 if TYPE_CHECKING:
@@ -105,13 +105,13 @@ def predicted(folder: RunDir) -> dict[str, Any]:
 
 
 def expected() -> dict[str, Any]:
-    """`expected` of the job that `meshtune submit` sent, and when it `begun`: Slurm's job or this process; {}
+    """`expected` of the job that `meshtune submit` sent, and when it `begun`: its job or this process; {}
     for a run that was not submitted.
     """
     if (text := os.environ.get(EXPECTED)) is None:
         return {}
     try:
-        begun = float(os.environ.get("SLURM_JOB_START_TIME") or psutil.Process().create_time())
+        begun = float(os.environ.get(BEGUN) or psutil.Process().create_time())
         return {"expected": json.loads(text), "begun": time_now(begun)}
     except ValueError:
         raise UserError(f"{EXPECTED}={text} is not what `meshtune submit` wrote; unset it.") from None
