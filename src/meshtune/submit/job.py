@@ -421,8 +421,9 @@ def held_out(config: Config, answer: Answer) -> float:
         return split / config.global_batch_size
     if config.data.eval:
         return EVALUATION
-    steps = (answer.length.steps or 0) / (config.train.num_epochs or 1)
-    batches = summary.sequences / config.global_batch_size if summary else steps
+    batches = (answer.length.steps or 0) / (config.train.num_epochs or 1)  # of an epoch
+    if summary:
+        batches = summary.sequences / config.global_batch_size
     return batches * split / (1 - split)
 
 

@@ -222,8 +222,8 @@ def layouts_of(starts: Sequence[Row]) -> tuple[Stretch, ...]:
 
 def job_of(rows: Sequence[Row]) -> dict[str, Any] | None:
     """Time and price that a submitted run was expected to take, and that its starts took; None for
-    others. A start counts from the begin of its job or process; if it was killed, to its first step and the
-    seconds of its steps.
+    others. A start counts from where its job or process begins; of one that was killed, what comes before the
+    first step and the seconds of its steps.
     """
     starts = [place for place, row in enumerate(rows) if row.get("kind") == "run"]
     starts = [*dropwhile(lambda place: not rows[place].get("expected"), starts)]
