@@ -45,9 +45,9 @@ from meshtune.train.model import RankModel
 from meshtune.train.run_row import gpus_of
 from meshtune.units import counted, notice
 
+RAY_COPY = re.compile(r".*/working_dir_files/_ray_pkg_[^/]+/")  # named by the contents of the folder
 # Settings that may change when a run resumes. A longer or shorter run continues with the schedule of its new
 # length; the other settings do not change what a step computes.
-RAY_COPY = re.compile(r".*/working_dir_files/_ray_pkg_[^/]+/")  # named by the contents of the folder
 KEPT = ("data.template_date",)  # null: that of the run in the folder, which has none if it is older
 FREE = (
     "train.max_steps", "train.total_tokens", "train.num_epochs", "train.lr_decay_steps", "train.device",

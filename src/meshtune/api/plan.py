@@ -44,6 +44,7 @@ from meshtune.plan.search import Choice, best_fitting
 from meshtune.plan.step_parts import MeasuredRun
 from meshtune.plan.work import Work
 from meshtune.plan.workload import (
+    UNDROPPED,
     Workload,
     imbalance_note,
     lighter_workloads,
@@ -97,9 +98,11 @@ def plan(
     bounds, sizes = bounds_of(by, budget), sizes_of(gpus, config)
     with shown as count, workloads(config, tool, log) as (workload, lighter):
         sort = goal or sort
-        return answer.ask(
+        found = answer.ask(
             config, workload, sizes=sizes, sort=sort, bounds=bounds, lighter=lighter, count=count
         )
+        undropped = lighter().get(UNDROPPED)
+        return replace(found, undropped=undropped()) if undropped else found
 
 
 def explained(

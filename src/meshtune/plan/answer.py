@@ -27,7 +27,7 @@ from meshtune.plan.facts import cluster_facts, model_facts, workload_facts
 from meshtune.plan.hardware import GIGA
 from meshtune.plan.phrases import unmeasured
 from meshtune.plan.search import Choice, Plan, best_fitting, peaks, search
-from meshtune.plan.workload import UNDROPPED, Workload
+from meshtune.plan.workload import Workload
 from meshtune.units import duration, money, significant
 
 KIND = ("zero", "tp", "cp", "cp_method", "ep", "pp", "schedule")  # fields of layouts that are one kind
@@ -244,11 +244,9 @@ def ask(
     if not offers:
         raise UserError(problems)
     ranked = compare(offers, sort, bounds, lighter, count)
-    undropped = lighter().get(UNDROPPED, lambda: None)()
     return Answer(
-        workload, in_order(offers, ranked), ranked[0], sort, bounds, length, tuple(problems), tuple(unused),
-        undropped,
-    )  # fmt: skip
+        workload, in_order(offers, ranked), ranked[0], sort, bounds, length, tuple(problems), tuple(unused)
+    )
 
 
 def cluster_sizes(cluster: Cluster) -> list[int]:

@@ -344,7 +344,7 @@ def parts_of(config: Config, answer: Answer, steps: int) -> tuple[Part, ...]:
     if config.data.eval or config.data.eval_split:
         forward = times(answer.workload, choice.cluster, Columns.of([choice.layout]), gradients=False)
         generating, text = answering(config, answer)
-        one = held_out(config, answer) * float(forward.total[0])
+        one = held_out(config, answer, sequences) * float(forward.total[0])
         number = happening(config, config.eval.every, steps, sequences) + config.eval.at_start
         how = f"{number} of {duration(one + generating)}"
         if generating:
@@ -411,19 +411,19 @@ def answering(config: Config, answer: Answer) -> tuple[float, str]:
     return turns * longest * float(forward.total[0]), f"answers of {longest:,} tokens{texts}"
 
 
-def held_out(config: Config, answer: Answer) -> float:
-    """Global batches of one evaluation: EVALUATION of data.eval, whose rows are not counted.
+def held_out(config: Config, answer: Answer, sequences: int | None) -> float:
+    """Global batches of one evaluation: EVALUATION of data.eval, whose rows nobody counts.
 
-    Where those of data.train are not, the steps are taken for the epochs of the settings.
+    sequences: as `happening` takes them.
     """
-    split, (summary, _) = config.data.eval_split, epoch_of(config)
+    split = config.data.eval_split
     if split >= 1:  # rows; a sequence may hold several
         return split / config.global_batch_size
     if config.data.eval:
         return EVALUATION
     batches = (answer.length.steps or 0) / (config.train.num_epochs or 1)  # of an epoch
-    if summary:
-        batches = summary.sequences / config.global_batch_size
+    if sequences:
+        batches = sequences / config.global_batch_size
     return batches * split / (1 - split)
 
 

@@ -124,7 +124,7 @@ def test_what_is_left_is_counted_and_a_site_with_shorter_jobs_gets_several(tmp_p
     assert parts.limit == 7200 and parts.jobs == 5  # 6 h at most, and each has 20 min less
     stops, start = parts.parts[-2:]
     assert (start.seconds, start.most) == (4 * 600, 5 * 600), (
-        "as many jobs as the expected steps need, and all"
+        "the jobs of the expected steps, and those of the upper end"
     )
     assert stops.seconds == pytest.approx(3 * 98.3, rel=0.01) and stops.most == pytest.approx(
         4 * 98.3, rel=0.01

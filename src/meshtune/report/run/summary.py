@@ -234,11 +234,9 @@ def job_of(rows: Sequence[Row]) -> dict[str, Any] | None:
         ended = values(of_kind(rows[first:last], "end"), "ended")
         started = rows[first].get("started") or ""
         begun = rows[first].get("begun") or started
-        if started and not ended:
-            seconds += _between(begun, started)
-        if ended and begun:
-            seconds += _between(begun, ended[-1])
-        else:
+        until = ended[-1] if ended else started
+        seconds += _between(begun, until) if begun and until else 0.0
+        if not (ended and begun):
             seconds += sum(values(of_kind(rows[first:last], "train"), "step_seconds"))
     hourly = None if expected["price"] is None else expected["price"] * expected["gpus"] / 3600
     times = {"expected_seconds": expected["seconds"], "most_seconds": expected["most"], "seconds": seconds}

@@ -121,8 +121,8 @@ def change(first: float | None, last: float, form: str) -> str:
 def samples_table(run: RunDir, *, limit: int = 5) -> RenderableType:
     """The first `limit` held-out prompts, each with the expected answer and the model's, green where right.
 
-    Answers before training, if any prompt was answered more than once, and the last ones. A sentence if there
-    are no samples.
+    Answers before training, if any prompt was answered more than once, and the last ones. Without samples, a
+    sentence says so.
     """
     every = samples_of(run)
     samples, more = every[:limit], len(every) - limit
