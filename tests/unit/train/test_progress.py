@@ -129,10 +129,12 @@ def test_posts_keep_their_distance_and_a_stopped_run_does_not_end_at_100(
     metrics = opened(tmp_path)
     metrics.start(model="m")
     server.waited(1)
-    for step in range(1, 9):
+    metrics.train(step=1, **NUMBERS)
+    server.waited(2)  # the first step does not wait
+    for step in range(2, 9):
         metrics.train(step=step, **NUMBERS)
     metrics.close(failed=True)
-    assert [post["progressPercentage"] for post in server.waited(2)] == [0, 99]
+    assert [post["progressPercentage"] for post in server.waited(3)] == [0, 12, 99]
 
 
 @pytest.mark.parametrize("hangs", [True, False, None])
