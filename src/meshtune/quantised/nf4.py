@@ -31,7 +31,7 @@ from meshtune.quantised.deferred import Deferred
 
 Matmul = Callable[..., Tensor]  # of experts, as in experts/products.py
 
-PART = 2**20  # elements
+PART = 2**18  # elements
 SUFFIXES = ("", "_scales", "_constants")  # of the names of the three parameters, after the weight's
 # Quantiles of a normal distribution, from -1 to 1 with 0 (the paper's appendix E)
 LEVELS = (
@@ -90,16 +90,25 @@ def _nearest(values: Tensor, among: Tensor, block: int) -> tuple[Tensor, Tensor]
 
 
 @torch.no_grad()
-def quantise(weight: Tensor) -> Codes:
-    """Return a matrix [rows, columns] in 4 bits, on its device. Its columns are a multiple of BLOCK."""
+def quantise(weight: Tensor, dtype: torch.dtype | None = None) -> Codes:
+    """Return a matrix [rows, columns] in 4 bits of its values in `dtype` (None: its own), on its device.
+
+    Its columns are a multiple of BLOCK. It is read in parts, as in `_in_parts`: whole matrices in fp32 would
+    leave gaps in the C library's heap, which made loading take twice the model's memory.
+    """
     rows, columns = weight.shape
     device = weight.device
-    codes, largest = _nearest(weight.reshape(-1).float(), torch.tensor(LEVELS, device=device), BLOCK)
-    pairs = codes.to(torch.uint8).view(rows, columns // 2, 2)
+    levels, packed, magnitudes = torch.tensor(LEVELS, device=device), [], []
+    for part in weight.reshape(-1).split(PART):
+        codes, largest = _nearest(part.to(dtype or weight.dtype).float(), levels, BLOCK)
+        pairs = codes.to(torch.uint8).view(-1, 2)
+        packed.append(pairs[:, 0] << 4 | pairs[:, 1])
+        magnitudes.append(largest)
+    largest = torch.cat(magnitudes)
     mean = largest.mean()
     scales, constants = _nearest(largest - mean, eight_bits().to(device), SCALES)
     return Codes(
-        pairs[..., 0] << 4 | pairs[..., 1],
+        torch.cat(packed).view(rows, columns // 2),
         scales.to(torch.uint8).view(rows, columns // BLOCK),
         torch.cat([mean[None], constants]).view(torch.int32),
     )
@@ -114,7 +123,8 @@ def codes_of(weight: Tensor, dtype: torch.dtype, device: torch.device) -> Codes:
     if weight.ndim == 3:
         each = (codes_of(weight[place], dtype, device) for place in range(len(weight)))
         return Codes(*map(torch.stack, zip(*each, strict=True)))
-    return quantise(weight.to(device, dtype))
+    made = weight.make() if isinstance(weight, Deferred) else weight  # once, and not for each of its parts
+    return quantise(made.to(device), dtype)
 
 
 def dequantise(codes: Codes, places: Tensor, dtype: torch.dtype) -> Tensor:
