@@ -44,8 +44,14 @@ def inputs(job: "Job", mounts: Iterable[str], problems: list[str]) -> dict[str, 
     """
     words = job.command[job.command.index("train") + 1 :]
     files = [word for word in words if "=" not in word]
-    trees = [read_yaml(expanded(file), SETTINGS) for file in files if expanded(file).exists()]
-    trees += [overridden({}, word) for word in words if "=" in word]
+    trees: list[dict[str, Any]] = [{}, {}]  # all settings; those of a cluster that a file describes
+    for file in files:
+        trees[0] |= read_yaml(expanded(file), SETTINGS) if expanded(file).exists() else {}
+    described = isinstance(trees[0].get("cluster"), str)  # the run reads that file too
+    for word in words:
+        if "=" in word:
+            place = described and word.startswith("cluster.")
+            trees[place] = overridden(trees[place], word)
     named = [(text, key) for tree in trees for key, text in texts(tree) if key not in WRITTEN]
     written_so = [*files, *(one for one, key in named if is_path(one, key, Config))]
     read = [expanded(text) for text in written_so]

@@ -71,7 +71,8 @@ class Job:
     parts: tuple[Part, ...]  # of the time that is left
     limit: int  # seconds of one job: all parts, or cluster.time_limit; whole minutes
     jobs: int  # jobs one after the other that the run needs at most
-    margin: int  # seconds between the signal and the limit, or of grace: a step, a checkpoint and EARLY
+    margin: int  # seconds between the signal and the limit, or of grace
+    stop: str  # clause on the parts of `margin`
     price: float | None  # of a GPU-hour; None: not known
     currency: str
     command: tuple[str, ...]  # of each rank, or of each machine
@@ -123,16 +124,20 @@ class Job:
         return [*times, f"{money(cost, self.currency)} expected, at most {money(most, self.currency)}"]
 
     @property
+    def several(self) -> str:
+        """Clause on the number of jobs, "" for one."""
+        return "" if self.jobs == 1 else f", in at most {self.jobs} jobs of {duration(self.limit)}"
+
+    @property
     def comments(self) -> list[str]:
         """Sentences with the numbers, for a file's comments and the terminal."""
-        several = "" if self.jobs == 1 else f", in at most {self.jobs} jobs of {duration(self.limit)}"
-        several += f", with {self.machines} machines" if self.least else ""
+        several = f", with {self.machines} machines" if self.least else ""
         time, *price = self.totals
         return [
             f"{self.size}, {self.cpus} CPUs and {self.memory} GiB each. Layout {self.layout}.",
             *self.why,
-            f"Time: {time}{several}. At most: {', '.join(map(str, self.parts))}.",
-            f"A stop needs {self.margin} s, for a step and a checkpoint.",
+            f"Time: {time}{self.several}{several}. At most: {', '.join(map(str, self.parts))}.",
+            f"A stop has {self.margin} s: {self.stop}.",
             *(f"Price: {clause}." for clause in price),
             *(f"Assumed: {sentence}" for sentence in self.assumed),
         ]
@@ -222,26 +227,34 @@ def elastic(config: Config, answers: Sequence[Answer], words: Sequence[str], mac
             f"{option}: no layout fits {' or '.join(map(str, sorted(missing)))} machines; choose other "
             f"numbers, or change train.global_batch_size = {config.global_batch_size}."
         )
-    *others, most = (made(config, answer, words, option, fixed=False) for answer in answers)
+    longest = max(stopping(config, answer) for answer in answers)
+    *others, most = (made(config, answer, words, option, longest, fixed=False) for answer in answers)
     jobs = [*others, most]
     return replace(
         most,
         least=machines[0],
         limit=max(job.limit for job in jobs),
-        jobs=max(job.jobs for job in jobs),
-        margin=max(job.margin for job in jobs),
         memory=max(job.memory for job in jobs),
         why=(
             *most.why,
             "Each start lays the run out for the machines that it gets.",
-            *(f"On {job.size}: {job.layout}, {job.totals[0]}." for job in others),
+            *(f"On {job.size}: {job.layout}, {job.totals[0]}{job.several}." for job in others),
         ),
     )
 
 
-def made(config: Config, answer: Answer, words: Sequence[str], why: str, *, fixed: bool = True) -> Job:
-    """The job under the layout that the answer chose. why: clause on the number of machines. fixed: False for
-    a command that leaves the layout as the words have it.
+def made(
+    config: Config,
+    answer: Answer,
+    words: Sequence[str],
+    why: str,
+    stop: tuple[int, str] | None = None,
+    *,
+    fixed: bool = True,
+) -> Job:
+    """The job under the layout that the answer chose. why: clause on the number of machines. stop: as
+    `stopping` returns it; None: of this answer. fixed: False for a command that leaves the layout as the words
+    have it.
     """
     choice, cluster = answer.choice, answer.choice.cluster
     if not cluster.timed:
@@ -253,9 +266,7 @@ def made(config: Config, answer: Answer, words: Sequence[str], why: str, *, fixe
     output, environment, moved = places(config)
     parts = parts_of(config, answer, steps_left(config, answer, output))
     writing = answer.workload.checkpoint_bytes / WRITE
-    # A checkpoint that is still being written is waited for first.
-    saving = writing * (2 if config.checkpoint.async_save else 1)
-    margin = math.ceil(choice.seconds.total * (1 + error_of(choice)) + saving + EARLY)
+    margin, apart = stop or stopping(config, answer)
     limit, jobs = limit_of(config, sum(part.most for part in parts), margin)
     if jobs > 1:
         _, fewer = limit_of(config, sum(part.seconds for part in parts), margin)
@@ -289,6 +300,7 @@ def made(config: Config, answer: Answer, words: Sequence[str], why: str, *, fixe
         limit=limit,
         jobs=jobs,
         margin=margin,
+        stop=apart,
         price=cluster.price,
         currency=cluster.currency,
         command=(*LOCAL, *repeated(words), *ours, f"output={output}", *moved),
@@ -307,6 +319,17 @@ def made(config: Config, answer: Answer, words: Sequence[str], why: str, *, fixe
             *uncounted(config),
         ),
     )
+
+
+def stopping(config: Config, answer: Answer) -> tuple[int, str]:
+    """(Seconds in which a run that gets a signal has saved; a clause on their parts)."""
+    step = answer.choice.seconds.total * (1 + error_of(answer.choice))
+    writing = answer.workload.checkpoint_bytes / WRITE
+    saved, saving = f"a checkpoint {duration(writing)}", writing
+    if config.checkpoint.async_save:  # one that is still being written is waited for first
+        saved, saving = f"two checkpoints (one may still be written) {duration(2 * writing)}", 2 * writing
+    clause = f"a step {duration(step)}, {saved}, {EARLY:.0f} s in reserve (Slurm may signal that early)"
+    return math.ceil(step + saving + EARLY), clause
 
 
 def error_of(choice: Choice) -> float:

@@ -26,7 +26,7 @@ from meshtune.plan.hardware import catalogue
 from meshtune.rundir import RunDir
 from meshtune.submit import dstack, sky
 from meshtune.submit.engines import files_of
-from meshtune.submit.fields import GPUS
+from meshtune.submit.fields import GPUS, inputs
 from meshtune.submit.job import job_of
 
 RUN = [
@@ -221,6 +221,16 @@ def test_the_command_trains_on_two_machines(to: str, tmp_path: Path, monkeypatch
     said = [machine.communicate(timeout=300)[0] for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], said
     assert RunDir(output).rows("train")[-1]["step"] == 4
+
+
+def test_files_that_the_command_line_replaces_are_not_copied(folder: Path) -> None:
+    (folder / "mine.toml").write_text("gpu = 'h100-sxm'\n")
+    for name in ("other", "held"):
+        (folder / f"{name}.jsonl").write_text("{}\n")
+    Path("run.yaml").write_text("data: {train: data/rows.jsonl, eval: held.jsonl}\ncluster: mine.toml\n")
+    words = ("run.yaml", "data.train=other.jsonl", "cluster.gpus=8")
+    job = replace(job_of(config.load(None, RUN), RUN), command=("meshtune", "train", *words))
+    assert {*inputs(job, [], [])} == {"run.yaml", "mine.toml", "other.jsonl", "held.jsonl"}
 
 
 def test_dstacks_limit_is_signalled_ahead_and_the_exit_code_kept(folder: Path) -> None:
