@@ -49,10 +49,10 @@ def _known(name: str, error: NotFromHub) -> tuple[dict, str]:
     """
     fields = known_config(name)
     if fields is None:
-        short = "/" not in name
-        near = nearest(
-            name, [*known_names(), *by_size()], lambda each: each.rpartition("/")[2] if short else each
-        )
+        names, short = [*known_names(), *by_size()], "/" not in name
+        part = (lambda each: each.rpartition("/")[2]) if short else str
+        longer = [each for each in names if part(each).lower().startswith(name.lower())]
+        near = longer[:3] or nearest(name, names, part)
         known = f"Without the hub the shape of {' and of '.join(near)} is known. " if near else ""
         size = re.search(r"\d+(?:\.\d+)?[BM](?![a-z])", name, re.IGNORECASE)
         remedy = (

@@ -228,7 +228,7 @@ def elastic(config: Config, answers: Sequence[Answer], words: Sequence[str], mac
             f"numbers, or change train.global_batch_size = {config.global_batch_size}."
         )
     longest = max(stopping(config, answer) for answer in answers)
-    *others, most = (made(config, answer, words, option, longest, fixed=False) for answer in answers)
+    *others, most = (made(config, answer, words, option, longest) for answer in answers)
     jobs = [*others, most]
     return replace(
         most,
@@ -244,17 +244,12 @@ def elastic(config: Config, answers: Sequence[Answer], words: Sequence[str], mac
 
 
 def made(
-    config: Config,
-    answer: Answer,
-    words: Sequence[str],
-    why: str,
-    stop: tuple[int, str] | None = None,
-    *,
-    fixed: bool = True,
+    config: Config, answer: Answer, words: Sequence[str], why: str, stop: tuple[int, str] | None = None
 ) -> Job:
-    """The job under the layout that the answer chose. why: clause on the number of machines. stop: as
-    `stopping` returns it; None: of this answer. fixed: False for a command that leaves the layout as the words
-    have it.
+    """The job under the layout that the answer chose.
+
+    why: clause on the number of machines. stop: as `stopping` returns it, of all layouts of an elastic job,
+    whose command leaves the layout as the words have it; None: of this answer.
     """
     choice, cluster = answer.choice, answer.choice.cluster
     if not cluster.timed:
@@ -276,16 +271,9 @@ def made(
             Part("stops", (fewer - 1) * writing, (jobs - 1) * writing, stops),
             Part("start", START * fewer, START * jobs, f"assumed, of {jobs} jobs"),
         )
-    expected = {
-        "seconds": round(sum(part.seconds for part in parts)),
-        "most": round(sum(part.most for part in parts)),
-        "gpus": choice.layout.world,
-        "price": cluster.price,
-        "currency": cluster.currency,
-    }
     fastest = f"the fastest of {counted(len(answer.plan), 'layout')} that fit"
     layout = "the settings'" if config.partial_layout.whole else fastest
-    ours = [f"layout={choice.layout}"] if fixed else [word for word in words if LAYOUT.match(word)]
+    ours = [f"layout={choice.layout}"] if stop is None else [word for word in words if LAYOUT.match(word)]
     storage, each = config.cluster_config.storage or "", cluster.ranks_in_node
     return Job(
         name=re.sub("[^a-z0-9]+", "-", PurePosixPath(output).name.lower())[:NAME].strip("-") or "run",
@@ -307,7 +295,7 @@ def made(
         output=output,
         storage=storage,
         mount=mount_of(storage),
-        environment=environment | {EXPECTED: json.dumps(expected, separators=(",", ":"))},
+        environment=environment | {EXPECTED: expected_of(parts, choice)},
         why=(
             f"{cluster.title}: {why}. The layout is {layout}.",
             *(sentence for sentence in answer.comparison if "--sort" not in sentence),
@@ -319,6 +307,18 @@ def made(
             *uncounted(config),
         ),
     )
+
+
+def expected_of(parts: Sequence[Part], choice: Choice) -> str:
+    """The predicted time and price, as the run reads them."""
+    numbers = {
+        "seconds": round(sum(part.seconds for part in parts)),
+        "most": round(sum(part.most for part in parts)),
+        "gpus": choice.layout.world,
+        "price": choice.cluster.price,
+        "currency": choice.cluster.currency,
+    }
+    return json.dumps(numbers, separators=(",", ":"))
 
 
 def stopping(config: Config, answer: Answer) -> tuple[int, str]:
