@@ -83,6 +83,7 @@ class Job:
     why: tuple[str, ...]  # sentences on the machines and the layout
     assumed: tuple[str, ...]  # sentences on what no plan predicts
     least: int | None = None  # machines that it may start with too, or any number between; None: `machines`
+    most_jobs: int | None = None  # as `jobs`, on the number of machines that needs most; None: `jobs`
 
     @property
     def world(self) -> int:
@@ -234,6 +235,7 @@ def elastic(config: Config, answers: Sequence[Answer], words: Sequence[str], mac
         most,
         least=machines[0],
         limit=max(job.limit for job in jobs),
+        most_jobs=max(job.jobs for job in jobs),
         memory=max(job.memory for job in jobs),
         why=(
             *most.why,

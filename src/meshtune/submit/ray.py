@@ -85,7 +85,7 @@ def checked(job: "Job", options: Mapping[str, Any]) -> Iterator[str]:
             f"output = {job.output} would be in Ray's copy of this folder, which is deleted; set "
             "cluster.storage, or name a whole path on storage that all nodes see."
         )
-    if job.jobs > 1:
+    if (job.most_jobs or job.jobs) > 1:
         yield "cluster.time_limit: a job of Ray has no time limit; leave it out."
 
 

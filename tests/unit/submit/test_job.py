@@ -111,7 +111,10 @@ def test_an_elastic_job_has_limits_for_each_number_of_machines_and_leaves_its_la
     several = ("train.max_steps=30000", "cluster.time_limit=2h")
     two, three = (job(*words, *several, nodes=number) for number in (2, 3))
     both = job(*words, *several, least=2, nodes=3)
-    assert (both.jobs, both.parts) == (three.jobs, three.parts) and two.jobs > three.jobs > 1
+    assert (both.jobs, both.parts) == (
+        three.jobs,
+        three.parts,
+    ) and both.most_jobs == two.jobs > three.jobs > 1
     assert any(f"at most {two.jobs} jobs" in sentence for sentence in both.why)
     with refuses(UserError):
         job("layout=zero3x16", least=2, nodes=3)
