@@ -388,38 +388,49 @@ Predicted = Callable[[Columns], Number]
 
 
 def with_fewest_blocks(
-    fitting: Columns, seconds: Number, blocks: Number, *, total: Predicted, fits: Predicted, gain: float
-) -> Columns:
+    fitting: Columns, seconds: Number, peaks: Number, blocks: Number, room: float, *,
+    total: Predicted, peak: Predicted, gain: float,
+) -> Columns:  # fmt: skip
     """Layouts of `fitting` that recompute every block, with the fewest recomputed blocks that fit.
 
     Only `promising` ones; none that fits only with every block recomputed, or with none of them, or that is
     not quicker by `gain`, a share of a step's time, than with every one.
 
-    seconds: of their steps. blocks: of the model. total: predicts seconds of steps. fits: predicts a mask.
+    seconds, peaks: of their steps, in bytes. blocks: of the model. room: bytes that fit. total, peak: predict
+    them.
     """
-    places = promising(fitting, seconds, total)
+    places = promising(fitting, seconds, peaks, room, total, peak)
     layouts = rows(fitting, places)
     most = np.ceil(blocks / (layouts.pp * layouts.virtual_stages)) - 1
-    some = fits(layouts.replace(recompute_blocks=most)) & ~fits(layouts.replace(recompute_blocks=0 * most))
+
+    def fits(number: Number) -> Number:
+        return peak(layouts.replace(recompute_blocks=number)) <= room
+
+    some = fits(most)
     layouts, most, seconds = rows(layouts, some), most[some], seconds[places][some]
-    fewer = layouts.replace(
-        recompute_blocks=fewest(most, lambda number: fits(layouts.replace(recompute_blocks=number)))
-    )
+    fewer = layouts.replace(recompute_blocks=fewest(most, fits))
     return rows(fewer, total(fewer) < seconds * math.exp(-gain))
 
 
-def promising(fitting: Columns, seconds: Number, total: Predicted) -> Number:
-    """Places of layouts that recompute every block: those that would be quickest without recomputation, MOST
-    at most, and the quickest of each kind (`kind_of`), so that kinds are compared as fairly.
+def promising(
+    fitting: Columns, seconds: Number, peaks: Number, room: float, total: Predicted, peak: Predicted
+) -> Number:
+    """Places of layouts that recompute every block and do not fit without recomputation: those that would be
+    quickest with the fewest blocks that fit, MOST at most, and the quickest of each kind (`kind_of`), so that
+    kinds are compared as fairly.
 
-    The arguments are those of `with_fewest_blocks`.
+    Time and memory are taken for linear between no recomputation and that of every block. The arguments are
+    those of `with_fewest_blocks`.
     """
     every = np.flatnonzero(fitting.recomputation("block") & np.isinf(fitting.recompute_blocks))
-    every = every[np.argsort(seconds[every], kind="stable")]
-    _, firsts = np.unique(kind_of(rows(fitting, every)), return_index=True)
     near = every[seconds[every] <= SLOWEST * seconds.min(initial=np.inf)]
     without = rows(fitting, near).replace(recompute=np.full(len(near), RECOMPUTE.index("none")))
-    return np.union1d(near[np.argsort(total(without), kind="stable")[:MOST]], every[firsts])
+    largest, quickest = peak(without), total(without)
+    share = np.clip((largest - room) / np.maximum(largest - peaks[near], 1.0), 0.0, 1.0)
+    order = np.argsort(quickest + share * (seconds[near] - quickest), kind="stable")
+    order = order[largest[order] > room]
+    _, firsts = np.unique(kind_of(rows(fitting, near[order])), return_index=True)
+    return near[np.union1d(order[:MOST], order[firsts])]
 
 
 def kind_of(layouts: Columns) -> Number:

@@ -233,9 +233,9 @@ def search(
     seconds = joined([times(workload, cluster, chunk) for chunk in chunks(fitting)])
     if "recompute_blocks" not in fixed:
         fewer = with_fewest_blocks(
-            fitting, seconds.total, workload.work.blocks,
+            fitting, seconds.total, held.peak, workload.work.blocks, room,
             total=lambda layouts: times(workload, cluster, layouts).total,
-            fits=lambda layouts: peak(workload, cluster, layouts).peak <= room, gain=TIE,
+            peak=lambda layouts: peak(workload, cluster, layouts).peak, gain=TIE,
         )  # fmt: skip
         fewer = rows(fewer, _allowed(workload, fewer))
         fitting, considered = joined([fitting, fewer]), considered + len(fewer.tp)
