@@ -133,3 +133,10 @@ def cast_position_tables(model: PreTrainedModel, dtype: torch.dtype) -> None:
             buffer = module._buffers[name]
             if buffer is not None and buffer.is_floating_point() and buffer.shape[1:] == (columns,):
                 module._buffers[name] = buffer.to(dtype)
+
+
+def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Cast what training casts: the parameters, and of the buffers tables of positions."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    cast_position_tables(model, dtype)

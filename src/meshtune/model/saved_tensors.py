@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers import AttentionInterface, PreTrainedModel
 
 from meshtune.model.anatomy import Anatomy
-from meshtune.model.body import cast_position_tables, head_only, text_forward
+from meshtune.model.body import cast_parameters, head_only, text_forward
 from meshtune.model.fused import (
     STAND_IN,
     FusedAttention,
@@ -54,8 +54,10 @@ Saved = tuple[dict[str, tuple[tuple[int, SavedBytes], ...]], tuple[tuple[int, En
 DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by element size
 # A tensor that several parts save counts in the last one.
 PARTS = ("outside", "mlp", "attention", "entering", "whole", "core", "scores")
-# Besides matmuls and attention, what no compiled block runs again: random numbers, convolutions
-NOT_AGAIN = (torch.ops.aten.native_dropout, torch.ops.aten.convolution)
+# Besides matmuls and attention, what a compiled block runs once: random numbers (under selective again, from
+# their seed), convolutions
+DROPOUT = torch.ops.aten.native_dropout
+NOT_AGAIN = (DROPOUT, torch.ops.aten.convolution)
 # How blocks run: WIDE as EAGER on a processor, whose dropout masks are as wide as inputs; SELECTIVE compiled
 EAGER, WIDE, COMPILED, SELECTIVE = RUNS = "eager", "wide", "compiled", "selective"
 
@@ -98,13 +100,6 @@ def saved_by_block(
             )  # fmt: skip
             sizes_by_block.setdefault(path, []).append((size, saved))
     return {path: tuple(sizes) for path, sizes in sizes_by_block.items()}, tuple(ends)
-
-
-def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast what training casts: the parameters, and of the buffers tables of positions."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    cast_position_tables(model, dtype)
 
 
 def _peaks(model: PreTrainedModel, parts: Anatomy, inputs: Inputs, rows: int) -> BlockPeaks | None:
@@ -182,6 +177,9 @@ class SavedTensors:
         # By storage: the part that made it, and those it can be computed from again; None: by matmuls or the
         # core, which no compiled block runs again, or before the block
         self.made: dict[int, tuple[str, tuple[int, ...] | None]] = {}
+        # Made by dropout, as the seconds of `made`, if adapters have one: a model's own keeps equal bytes
+        self.random: dict[int, tuple[int, ...]] = {}
+        self.adapted = any(vars(module).get("lora_dropout") for module in model.modules())
         self.small: set[int] = set()  # storages that reductions made
         self.operands: set[int] = set()  # storages that matmuls or the core read
         self.copies: set[int] = set()  # of others, in another order
@@ -220,6 +218,7 @@ class SavedTensors:
                 continue
             seen.add((key, part))
             made_in, sources = self.made.get(key, (part, None))
+            sources = self.random.get(key) if again and sources is None else sources
             whole = key in self.operands and key in self.saved and key not in self.copies
             held = not again and (key in self.small or whole)
             if sources is None or held:
@@ -272,6 +271,8 @@ class SavedTensors:
         for tensor in made:
             if (key := self._key(tensor)) not in sources:
                 self.made[key] = (self.part, None if whole else sources)
+                if operation is DROPOUT and self.adapted:
+                    self.random[key] = sources
                 if operation is torch.ops.aten.clone:  # the operator of attention writes in this order
                     self.copies.add(key)
                 if sources and 2 * tensor.numel() <= max(each.numel() for each in read):

@@ -29,11 +29,11 @@ from meshtune.errors import UserError
 from meshtune.experts.adapters import stacked_weights
 from meshtune.experts.register import use_products
 from meshtune.model.anatomy import Anatomy, anatomy, attention_heads, auto_class, ends, set_aside
-from meshtune.model.body import text_forward
+from meshtune.model.body import cast_parameters, text_forward
 from meshtune.model.fused import STAND_IN, experts_without_values
 from meshtune.model.lora import Adapters, is_only_called
 from meshtune.model.recorded import attention_kinds
-from meshtune.model.saved_tensors import Saved, cast_parameters, saved_by_block
+from meshtune.model.saved_tensors import Saved, saved_by_block
 from meshtune.model.tensor_plan import (
     TENSOR_STYLES,
     TensorStyle,

@@ -241,5 +241,5 @@ def seconds_of(text: str, option: str = "--by ") -> float:
     units = {"d": 86400, "h": 3600, "min": 60}
     parts = re.findall(r"(\d+(?:\.\d+)?)\s*(d|h|min)", text) if DURATION.fullmatch(text) else []
     if not (seconds := sum(float(number) * units[unit] for number, unit in parts)):
-        raise UserError(f"{option}{text}: write a time above 0, such as 48h, 2d12h or 90min.")
+        raise UserError(f"{option}{text}: write a time above 0 in d, h and min, such as 48h, 2d12h or 90min.")
     return seconds

@@ -323,6 +323,17 @@ class Work:
         ranks = sum(gemm.count * gemm.rows for gemm in of_experts if gemm.adapter == "A")
         return both + ranks - self.routed * self.hidden  # the output goes back
 
+    def random_inputs(self, layouts: Columns) -> Number:
+        """Elements per token on a rank of the dropped inputs of adapters whose random numbers wait, in the
+        backward of a block that runs again, for their gradients: not the MLP's wide ones, which are dropped
+        and have their gradients in one kernel, nor attention's where only the MLP has run again by then.
+        """
+        again = layouts.recomputation("attention")
+        read = (a for a in self.matrices if a.adapter == "A" and not (a.mlp and a.cols != self.hidden))
+        return self.dropped * sum(
+            (1.0 if a.mlp else again) * a.count * a.cols / (layouts.tp if a.cut else 1.0) for a in read
+        )
+
     def most_rows(self, layouts: Columns) -> Number:
         """Rows of the experts' rank that has most, over the mean: 1 where a rank has all experts."""
         return np.where(layouts.ep > 1, self.imbalance, 1.0)

@@ -47,9 +47,9 @@ def inputs(job: "Job", mounts: Iterable[str], problems: list[str]) -> dict[str, 
     trees: list[dict[str, Any]] = [{}, {}]  # all settings; those of a cluster that a file describes
     for file in files:
         trees[0] |= read_yaml(expanded(file), SETTINGS) if expanded(file).exists() else {}
-    described = isinstance(trees[0].get("cluster"), str)  # the run reads that file too
     for word in words:
         if "=" in word:
+            described = isinstance(trees[0].get("cluster"), str)  # by a file, which the run reads too
             place = described and word.startswith("cluster.")
             trees[place] = overridden(trees[place], word)
     named = [(text, key) for tree in trees for key, text in texts(tree) if key not in WRITTEN]

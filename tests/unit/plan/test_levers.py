@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from golden import says
 from made_plans import machines
@@ -12,6 +13,7 @@ from transformers import LlamaConfig
 from meshtune import config
 from meshtune.api.plan import plan
 from meshtune.layout import Layout
+from meshtune.placement.columns import Columns
 from meshtune.plan.advice import faster_in_8_bits
 from meshtune.plan.changes import Refused, changes, levers, neighbours
 from meshtune.plan.explanation import explain
@@ -163,3 +165,19 @@ def test_a_plan_names_what_dropout_of_adapters_costs(tmp_path: Path) -> None:
     (sentence,) = (sentence for sentence in dropped.faster if "lora.dropout=0" in sentence)
     assert f"{gain:.1%} more tokens per second" in sentence
     assert not any("dropout" in sentence for sentence in undropped.faster)
+
+
+def test_compiled_blocks_that_run_again_hold_random_numbers_of_dropout(tmp_path: Path) -> None:
+    """Dry runs of Qwen3-8B hold as much under selective recomputation, linear and full."""
+    LlamaConfig(hidden_size=512, intermediate_size=1024, num_hidden_layers=2).save_pretrained(tmp_path)
+    words = [f"model.name={tmp_path}", f"data.cache={tmp_path}", "cluster.gpu=h100-sxm", "cluster.gpus=2"]
+    dropped, undropped = (
+        plan(config.load(None, [*words, "method=lora", f"lora.dropout={share}"])).workload.work
+        for share in (0.1, 0)
+    )
+    assert dropped.traced[2].selective == undropped.traced[2].selective  # made again from their seeds
+    for mode, elements in (("full", 6 * 512), ("linear", 2 * 512)):  # of q, k, v, o, gate and up
+        columns = Columns.of([Layout(recompute=mode), Layout(recompute=mode, tp=2)])
+        cut = 256 if mode == "full" else 0  # half of o's
+        assert dropped.random_inputs(columns).tolist() == [elements, elements - cut]
+        assert not np.any(undropped.random_inputs(columns))

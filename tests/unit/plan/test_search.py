@@ -22,6 +22,7 @@ from own_kind import OWN_KIND
 from shapes import of_shape
 
 from meshtune.api.plan import largest as largest_of
+from meshtune.api.plan import plan as plan_of
 from meshtune.errors import NothingFits, UserError
 from meshtune.layout import (
     SCHEDULES,
@@ -33,7 +34,7 @@ from meshtune.layout import (
 )
 from meshtune.placement.columns import layout_at, rows
 from meshtune.placement.rules import Traits, refusals
-from meshtune.plan import advice
+from meshtune.plan import advice, candidates
 from meshtune.plan.answer import compare, largest, offer_of
 from meshtune.plan.candidates import divisors
 from meshtune.plan.changes import OTHER_OPTIMIZER, Refused, empty_plan_error, remedies
@@ -427,6 +428,20 @@ def test_no_more_blocks_recompute_than_the_memory_asks_for(w: Workload, cluster:
     assert plan.choice(0).seconds.total < all_or_none.choice(0).seconds.total * math.exp(-TIE)
     assert "recompute_blocks" not in given({"recompute": "full", "recompute_blocks": "auto"})
     assert search(w, cluster, fixed=given("auto")).considered == plan.considered
+
+
+@pytest.mark.ci
+def test_no_layout_that_is_not_bisected_would_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [
+        "model.name=llama-3.1-70b", "method=qlora", "lora.r=32", "data.seq_len=4096",
+        "train.global_batch_size=32", "cluster.gpu=h100-sxm", "cluster.gpus=16",
+    ]  # fmt: skip
+    for dropout in ("lora.dropout=0.05", "lora.dropout=0"):
+        config = load(*words, dropout)
+        best = plan_of(config).choice
+        with monkeypatch.context() as patched:
+            patched.setattr(candidates, "MOST", 10**6)
+            assert best.seconds.total <= plan_of(config).choice.seconds.total * math.exp(TIE)
 
 
 @pytest.mark.all

@@ -231,6 +231,9 @@ def test_files_that_the_command_line_replaces_are_not_copied(folder: Path) -> No
     words = ("run.yaml", "data.train=other.jsonl", "cluster.gpus=8")
     job = replace(job_of(config.load(None, RUN), RUN), command=("meshtune", "train", *words))
     assert {*inputs(job, [], [])} == {"run.yaml", "mine.toml", "other.jsonl", "held.jsonl"}
+    words = ("data.train=other.jsonl", "cluster=mine.toml", "cluster.gpus=8")
+    job = replace(job, command=("meshtune", "train", *words))
+    assert {*inputs(job, [], [])} == {"mine.toml", "other.jsonl"}
 
 
 def test_dstacks_limit_is_signalled_ahead_and_the_exit_code_kept(folder: Path) -> None:

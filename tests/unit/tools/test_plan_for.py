@@ -233,14 +233,14 @@ def text_of(renderable: object) -> list[str]:
 
 @pytest.mark.ci
 def test_the_answer_names_the_tool_and_what_runs_the_layout(tmp_path) -> None:
-    line = documents.CommandLine("meshtune plan", "model.name=x")
+    line = documents.CommandLine("meshtune plan", "model.name=x", "cluster.gpus=64")
     lines = text_of(documents.answer(answer("meshtune"), 3, line=line))
     assert "run by" not in lines[0] and any("meshtune train model.name=x layout=" in each for each in lines)
     best = answer("megatron")
     lines = text_of(documents.answer(best, 3, line=line))
     assert "run by Megatron-LM" in lines[0]
     layout = best.choice.layout
-    assert f"  meshtune plan export megatron model.name=x layout={layout}" in lines
+    assert f"  meshtune plan export megatron model.name=x cluster.gpus=64 layout={layout}" in lines
     assert {"tool": "megatron", "stack": "megatron-core"}.items() <= best.as_dict(1).items()
     assert best.as_dict(1)["layouts"][0]["tool"] == "megatron"
 

@@ -92,6 +92,8 @@ def saved_by_block(
     if compiled and selective:
         of_parts = tokens * np.maximum(per_token.mlp - selective.mlp, 0.0) / layouts.tp
     again = everything - ~layouts.recomputation("attention") * tokens * of_attention
+    if compiled:  # inductor holds the random numbers of a dropout that runs again, in fp32, not its mask
+        again = again + 3 * tokens * work.random_inputs(layouts)
     again = np.where(layouts.recomputation("keeps_matmuls"), of_parts, again)
     return BlockBytes(everything, saved, np.where(layouts.recomputation("block"), again, 0.0))
 

@@ -42,6 +42,7 @@ class CommandLine:
 
     command: str = ""  # all of them; "": a call from Python
     settings: str = ""  # those that `meshtune train` reads too
+    cluster: str = ""  # of its settings, those on the cluster, which a plan for another tool needs again
     lacks: str = ""  # a sentence on what `meshtune train` needs besides; "": nothing
 
     @classmethod
@@ -52,7 +53,8 @@ class CommandLine:
         lacks = "" if config.data.train else "Add data.train=FILE, the rows to train on."
         if config.model.name.startswith(PREFIX):
             lacks = "Name a model (model.name=…) in place of --params to train it."
-        return cls(shlex.join(command), shlex.join(kept), lacks)
+        cluster = [word for word in settings if word.startswith("cluster.")]
+        return cls(shlex.join(command), shlex.join(kept), shlex.join(cluster), lacks)
 
 
 PYTHON = CommandLine()
@@ -67,7 +69,8 @@ def _downloadable(word: str) -> str:
 def command(result: Answer, line: CommandLine) -> str:
     """The command that trains under the chosen layout on all machines, or exports it for another tool."""
     tool, layout, cluster = result.workload.tool, result.choice.layout, result.choice.cluster
-    words = " ".join(filter(None, (line.settings, f"layout={layout}")))
+    on = "" if tool is MESHTUNE else line.cluster
+    words = " ".join(filter(None, (line.settings, on, f"layout={layout}")))
     if not line.command:
         return f"layout={layout}"
     if tool is not MESHTUNE:
