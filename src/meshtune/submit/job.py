@@ -254,16 +254,10 @@ def made(
     whose command leaves the layout as the words have it; None: of this answer.
     """
     choice, cluster = answer.choice, answer.choice.cluster
-    if not cluster.timed:
-        raise UserError(
-            f"cluster.gpu={cluster.gpu.name}: the time limit of a job follows from predicted steps, and "
-            "nobody has measured this processor: run `meshtune probe --out my-cluster.toml` there, and set "
-            "cluster=my-cluster.toml."
-        )
+    margin, apart = stop or stopping(config, answer)
     output, environment, moved = places(config)
     parts = parts_of(config, answer, steps_left(config, answer, output))
     writing = answer.workload.checkpoint_bytes / WRITE
-    margin, apart = stop or stopping(config, answer)
     limit, jobs = limit_of(config, sum(part.most for part in parts), margin)
     if jobs > 1:
         _, fewer = limit_of(config, sum(part.seconds for part in parts), margin)
@@ -324,7 +318,16 @@ def expected_of(parts: Sequence[Part], choice: Choice) -> str:
 
 
 def stopping(config: Config, answer: Answer) -> tuple[int, str]:
-    """(Seconds in which a run that gets a signal has saved; a clause on their parts)."""
+    """(Seconds in which a run that gets a signal has saved; a clause on their parts). Raises UserError for a
+    processor that nobody has measured.
+    """
+    cluster = answer.choice.cluster
+    if not cluster.timed:
+        raise UserError(
+            f"cluster.gpu={cluster.gpu.name}: the time limit of a job follows from predicted steps, and "
+            "nobody has measured this processor: run `meshtune probe --out my-cluster.toml` there, and set "
+            "cluster=my-cluster.toml."
+        )
     step = answer.choice.seconds.total * (1 + error_of(answer.choice))
     writing = answer.workload.checkpoint_bytes / WRITE
     saved, saving = f"a checkpoint {duration(writing)}", writing
