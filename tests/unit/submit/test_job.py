@@ -147,7 +147,8 @@ def test_what_is_left_is_counted_and_a_site_with_shorter_jobs_gets_several(tmp_p
         job("cluster.gpu=cpu", "cluster.gpus=2", "cluster.memory_gib=200")
 
 
-def test_outputs_and_caches_are_below_the_storage() -> None:
+def test_outputs_and_caches_are_below_the_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # which gets the cache
     shared = job("cluster.storage=/shared/me", "output=runs/My Run!")
     assert shared.output == "/shared/me/runs/My Run!" and shared.name == "my-run"
     assert shared.command[-2:] == ("output=/shared/me/runs/My Run!", "data.cache=/shared/me/cache")
