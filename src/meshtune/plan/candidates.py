@@ -406,7 +406,7 @@ def with_fewest_blocks(
     def fits(number: Number) -> Number:
         return peak(layouts.replace(recompute_blocks=number)) <= room
 
-    some = fits(most)
+    some = (most > 0) & fits(most)  # a stage of one block recomputes it or not
     layouts, most, seconds = rows(layouts, some), most[some], seconds[places][some]
     fewer = layouts.replace(recompute_blocks=fewest(most, fits))
     return rows(fewer, total(fewer) < seconds * math.exp(-gain))

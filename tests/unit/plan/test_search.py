@@ -32,7 +32,7 @@ from meshtune.layout import (
     Layout,
     PartialLayout,
 )
-from meshtune.placement.columns import layout_at, rows
+from meshtune.placement.columns import Columns, layout_at, rows
 from meshtune.placement.rules import Traits, refusals
 from meshtune.plan import advice, candidates
 from meshtune.plan.answer import compare, largest, offer_of
@@ -428,6 +428,21 @@ def test_no_more_blocks_recompute_than_the_memory_asks_for(w: Workload, cluster:
     assert plan.choice(0).seconds.total < all_or_none.choice(0).seconds.total * math.exp(-TIE)
     assert "recompute_blocks" not in given({"recompute": "full", "recompute_blocks": "auto"})
     assert search(w, cluster, fixed=given("auto")).considered == plan.considered
+
+
+def test_a_stage_with_one_block_is_not_bisected() -> None:
+    layouts = Columns.of([Layout.parse(f"pp{pp}-1f1b-mb1-ga8-linear") for pp in (2, 4)])
+
+    def peak(some: Columns) -> np.ndarray:  # less for the mode itself, however few its blocks are
+        return np.where(some.recomputation("block"), 1.0, 2.0)
+
+    def seconds(some: Columns) -> np.ndarray:
+        return 1 + np.minimum(some.recompute_blocks, 4 / some.pp)
+
+    fewer = candidates.with_fewest_blocks(
+        layouts, seconds(layouts), peak(layouts), np.float64(4), 1.5, total=seconds, peak=peak, gain=TIE
+    )
+    assert [str(layout_at(fewer, n)) for n in range(len(fewer.pp))] == ["pp2-1f1b-mb1-ga8-linear1"]
 
 
 @pytest.mark.ci
