@@ -29,6 +29,41 @@ def to_handle(signals: Iterable[signal.Signals] = STOPPING) -> list[signal.Signa
 # Stop on a signal #
 
 
+class Stopped(BaseException):
+    """Raised by a signal outside of the training steps: an `except Exception` of a library lets it pass."""
+
+
+class Stopping:
+    """Handler of signals that raises Stopped, and keeps the name of the first in `asked`: an import that the
+    error ends, or a destructor, may hide it.
+    """
+
+    def __init__(self) -> None:
+        self.asked: str | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.asked = self.asked or signal.Signals(number).name
+        raise Stopped
+
+
+def asked() -> str | None:
+    """Name of the signal that has asked this process to stop while Stopping handled it; None: none has."""
+    handler = signal.getsignal(signal.SIGTERM)
+    return handler.asked if isinstance(handler, Stopping) else None
+
+
+@contextmanager
+def as_interrupted() -> Iterator[None]:
+    """Raise Interrupted for any error of the block, once a signal has `asked` to stop."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Interrupted | SystemExit) or not (name := asked()):
+            raise
+        message = f"Stopped by {name} outside of the training steps; the same command continues."
+        raise Interrupted(message) from error
+
+
 @contextmanager
 def interrupted_by_signals(*, enabled: bool = True) -> Iterator[None]:
     """Raise Interrupted in the block at a signal that asks a run to stop, where StopRequest does not note it:
@@ -36,14 +71,11 @@ def interrupted_by_signals(*, enabled: bool = True) -> Iterator[None]:
 
     enabled: False leaves the signals' handlers as they are.
     """
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        raise Interrupted(f"Stopped by {name} outside of the training steps; the same command continues.")
-
+    stop = Stopping()
     handlers = {number: signal.signal(number, stop) for number in to_handle(ASKING) if enabled}
     try:
-        yield
+        with as_interrupted():
+            yield
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -54,7 +86,8 @@ class EvaluationStopped(Exception):
 
 
 class StopRequest:
-    """Context that puts the name of a received signal into `requested`.
+    """Context that puts the name of a received signal into `requested`, also of one that was hidden before
+    (`asked`).
 
     A second SIGINT raises KeyboardInterrupt. signals: those that are noted, but not a SIGHUP that is ignored.
     enabled: False leaves the signals' handlers as they are. say: gets a line at the first signal, with the
@@ -79,7 +112,10 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if self.enabled:
+            hidden = asked()
             self._handlers = {number: signal.signal(number, self._note) for number in to_handle(self.signals)}
+            if hidden:
+                self._note(signal.Signals[hidden], None)
         return self
 
     def __exit__(self, *error: object) -> None:

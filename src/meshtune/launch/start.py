@@ -32,7 +32,7 @@ from meshtune.launch.failure import (
 from meshtune.launch.machine import ONLY, Machine, machine_of
 from meshtune.launch.place import Place, place_of, reachable_address, refuse_batch_script
 from meshtune.launch.rank import Rank, RankLog, announced_ranks, process_group
-from meshtune.launch.signals import to_handle
+from meshtune.launch.signals import as_interrupted, to_handle
 from meshtune.launch.watch import HangLimits
 from meshtune.streams import flush, guard
 from meshtune.units import notice
@@ -100,7 +100,10 @@ def run_joined(
         notice(f"meshtune: {report}")
 
     try:
-        with process_group(place, device, log=log, limits=limits, tell=tell) as rank:
+        with (
+            as_interrupted(),
+            process_group(place, device, log=log, limits=limits, tell=tell) as rank,
+        ):
             return function(rank, *args)
     except Exception as error:
         if not claims_failure(place, error, limits.grace / 2):
@@ -213,7 +216,8 @@ def child_process(parent: int, folder: Path, place: Place) -> Iterator[None]:
     os.setpgid(0, 0)  # a terminal's Ctrl-C reaches it through the parent, once
     code = 0
     try:
-        yield
+        with as_interrupted():
+            yield
     except BaseException as error:
         record_failure(folder, place, error)
         code = exit_code(error)

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -28,7 +29,7 @@ from meshtune import config
 from meshtune.api import build
 from meshtune.data.loader import ahead
 from meshtune.errors import Interrupted, NonFinite, NothingFits, UserError
-from meshtune.launch.signals import STOPPING, StopRequest
+from meshtune.launch.signals import STOPPING, StopRequest, interrupted_by_signals
 from meshtune.parallel import apply
 from meshtune.parallel.mesh import Axis
 from meshtune.report.compare import compare
@@ -306,6 +307,23 @@ def test_a_hangup_that_is_ignored_as_under_nohup_stays_ignored() -> None:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_that_is_hidden_before_the_first_step_stops_the_run_after_it() -> None:
+    with interrupted_by_signals():
+        with suppress(BaseException):  # as in a destructor
+            os.kill(os.getpid(), signal.SIGUSR1)
+        with StopRequest() as stop:
+            assert stop.requested == "SIGUSR1"
+
+    def importing() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except BaseException as error:  # as in C code that imports
+            raise ImportError from error
+
+    with pytest.raises(Interrupted, match="Stopped by SIGTERM outside"), interrupted_by_signals():
+        importing()
 
 
 @pytest.mark.ci
