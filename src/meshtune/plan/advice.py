@@ -36,8 +36,9 @@ from meshtune.precision import PRECISIONS
 from meshtune.units import count, counted, duration, human, significant
 
 # The first only where no nearest batch is faster.
-FASTER = ("batch", "compile", "dropout", "sums", "moments", "precision")
+FASTER = ("batch", "compile", "dropout", "states", "sums", "moments", "precision")
 NOTABLE_COST, NOTABLE_GAIN = 0.01, 0.02  # shares of a step, of speed
+NEAR = 0.9  # share of a GPU's memory, with the error bar, above which a layout that needs less is named
 LOSSES = 0.05, 0.5  # shares of the time that a layout which needs less memory may take longer
 NOTABLE = 0.1  # share of a difference in compute from which a kind of work is named as its cause
 NAMED = 3  # parts of a step that one comparison names at most
@@ -354,6 +355,18 @@ def faster_in_8_bits(plan: Plan, best: Choice) -> list[str]:
     return [outcome.sentence() for outcome in _faster(plan, best, ("fp8",))]
 
 
+def safer(plan: Plan, best: Choice) -> list[Outcome]:
+    """The fastest layout whose peak with its error bar is at most NEAR of a GPU's memory, and that saves
+    NOTABLE_SAVING; [] where `best` is as small, or none fits so.
+    """
+    room, peak = NEAR * plan.cluster.memory / (1 + best.accuracy.memory), best.memory.peak
+    if peak <= room:
+        return []
+    room = min(room, (1 - NOTABLE_SAVING) * peak)
+    choice = best_fitting(plan.workload, replace(plan.cluster, memory_budget=room), plan.fixed)
+    return [Outcome.of_layout("less memory", plan.workload, choice, best)] if choice else []
+
+
 def lighter(plan: Plan, best: Choice) -> list[Outcome]:
     """The layouts that need least memory for each of LOSSES of time at most, the fastest first, each once.
 
@@ -405,6 +418,11 @@ def _faster(
 ) -> Iterator[Outcome]:
     """Yield settings with which the best layout is notably faster than `best`; updates stay as exact."""
     trained = PRECISIONS[plan.workload.precision].trained
+    kinds = [
+        kind
+        for kind in kinds
+        if kind != "states" or best.memory.optimizer > NOTABLE_SAVING * best.memory.peak
+    ]
     some = (
         change
         for change in changes(plan.workload, plan.cluster, undropped=undropped)

@@ -106,16 +106,18 @@ class Answer(Notebook):
         return self.sort != "memory" and self.plan.cluster.timed
 
     @cached_property
-    def lighter(self) -> list[Outcome]:
-        """Layouts that need less memory, the fastest first."""
-        return advice.lighter(self.plan, self.choice)
+    def safer(self) -> list[Outcome]:
+        """The fastest layout with memory to spare, where the chosen one has little."""
+        return advice.safer(self.plan, self.choice)
 
     @property
     def changes(self) -> list[str]:
         """Sentences on what to change first."""
-        lighter = [outcome.sentence() for outcome in self.lighter]
+        lighter = [*self.safer, *advice.lighter(self.plan, self.choice)]
+        ranked = sorted(lighter, key=lambda outcome: -outcome.speed)
+        less_memory = dict.fromkeys(outcome.sentence() for outcome in ranked)
         rounded = advice.faster_in_8_bits(self.plan, self.choice) if self._of_speed else []
-        return [*self.faster, *rounded, *advice.cautions(self.plan, self.choice), *lighter]
+        return [*self.faster, *rounded, *advice.cautions(self.plan, self.choice), *less_memory]
 
     def kinds(self, most: int) -> list[tuple[Choice, int]]:
         """(The best layout, how many others take at most KIN longer) of each combination of KIND's fields.

@@ -120,6 +120,8 @@ class Outcome(NamedTuple):
             tokens = f"{abs(self.speed):.1%} {'more' if self.speed > 0 else 'fewer'} tokens per second"
         needed, before = human(self.choice.memory.peak), human(self.choice.memory.peak + self.freed)
         memory = f"{needed} instead of {before}" if needed != before else f"{needed} as before"
+        held, less = (float(one.memory.host) if one else 0.0 for one in (self.choice, self.before))
+        memory += f" and {human(held)} of host memory a rank" * (held > less and human(held) != human(less))
         fits = "" if self.choice.fits else ", which does not fit"
         return f"{tokens}, {memory}{fits}" if self.choice.cluster.timed else f"{memory}{fits}"
 

@@ -333,7 +333,7 @@ def stopping(config: Config, answer: Answer) -> tuple[int, str]:
     saved, saving = f"a checkpoint {duration(writing)}", writing
     if config.checkpoint.async_save:  # one that is still being written is waited for first
         saved, saving = f"two checkpoints (one may still be written) {duration(2 * writing)}", 2 * writing
-    clause = f"a step {duration(step)}, {saved}, {EARLY:.0f} s in reserve (Slurm may signal that early)"
+    clause = f"a step {duration(step)}, {saved}, {EARLY:.0f} s in reserve for a signal that comes early"
     return math.ceil(step + saving + EARLY), clause
 
 

@@ -459,6 +459,21 @@ def test_no_layout_that_is_not_bisected_would_be_faster(monkeypatch: pytest.Monk
             assert best.seconds.total <= plan_of(config).choice.seconds.total * math.exp(TIE)
 
 
+@pytest.mark.ci
+def test_a_full_plan_names_the_fastest_smaller_layout_and_states_in_host_memory() -> None:
+    answer = answered(
+        search(workload("llama-3.1-70b", 64, compile="auto", optimizer="adamw-bf16"), machines(16))
+    )
+    plan, best, [safer] = answer.plan, answer.choice, answer.safer
+    room = advice.NEAR * plan.cluster.memory / (1 + best.accuracy.memory)
+    assert safer.choice.memory.peak <= room < best.memory.peak
+    assert safer.choice.seconds.total <= plan.seconds.total[plan.memory.peak <= room].min() * math.exp(TIE)
+    assert re.match(
+        r"optimizer states in the host.s memory \(train.offload=optimizer layout=\S+\): \S+ more tokens per "
+        r"second, \S+ GiB instead of \S+ GiB and \S+ GiB of host memory a rank\.$", answer.faster[0],
+    )  # fmt: skip
+
+
 @pytest.mark.all
 def test_inputs_are_gathered_again_only_where_they_do_not_fit_otherwise() -> None:
     w, cluster = workload("llama-3.1-70b", 256, 8192), machines(64)

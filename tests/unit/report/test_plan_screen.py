@@ -61,7 +61,7 @@ def test_24_lines_hold_the_answer_and_the_whole_command(answer: Answer, width: i
     words = " ".join(screen.split())
     for fact in (
         str(choice.layout), in_words(choice.layout), f"{choice.tokens_per_second_per_gpu:,.0f} tokens/s/GPU",
-        "79.1 GiB", "free", answer.run.sentence(), answer.faster[0], answer.lighter[0].setting,
+        "79.1 GiB", "free", answer.run.sentence(), answer.faster[0], answer.safer[0].setting,
     ):  # fmt: skip
         assert fact in words, fact
     copied = screen[screen.index("  srun") :].replace("\\\n", " ").split("\n\n")[0]

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from meshtune.plan.search import Choice
     from meshtune.tools.export import Written
 
-NEAR = 0.9  # share of a GPU's memory, above which a layout that needs less is shown
 MOST_KINDS = 5  # kinds of layouts that are listed
 MORE = (
     "More: --full has how it was reached, other batches, why not the usual layouts, and what was left out; "
@@ -147,7 +146,6 @@ def summary(result: Answer) -> Table:
     choice = result.choice
     cluster, peak, accuracy = choice.cluster, choice.memory.peak, choice.accuracy
     time, memory = plus_minus(accuracy.time), plus_minus(accuracy.memory)
-    near = peak * (1 + accuracy.memory) > NEAR * cluster.memory
     speed = (
         f"{number(choice.tokens_per_second_per_gpu)} {cluster.speed_unit} {time}, "
         f"{seconds(choice.seconds.total)} a step, MFU {choice.mfu:.1%}"
@@ -166,7 +164,7 @@ def summary(result: Answer) -> Table:
         ),
         ("The run", Text(result.run.sentence())),
         *(("Faster", Text(sentence)) for sentence in result.faster[:1]),
-        *(("Safer", Text(f"{one.setting}: {one.gain}.")) for one in result.lighter[: int(near)]),
+        *(("Safer", Text(f"{one.setting}: {one.gain}.")) for one in result.safer),
     ]
     labels, texts = zip(*(row for row in rows if row[1].plain), strict=True)
     return Table("", (Column("", labels, heading=True, style="dim"), Column("", texts, words=True)))
