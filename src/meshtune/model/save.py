@@ -553,7 +553,9 @@ def check_written(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> N
             return
         again = _read(Path(name))
     for text in texts:
-        ids, others = (one(text, add_special_tokens=False)["input_ids"] for one in (tokenizer, again))
+        ids, others = (
+            one(text, add_special_tokens=False, verbose=False)["input_ids"] for one in (tokenizer, again)
+        )
         if ids != others:
             raise UserError(
                 f"The tokenizer is saved as another one: {quoted(text[:60])} has {len(ids)} tokens now, "
