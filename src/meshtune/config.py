@@ -276,7 +276,7 @@ class EvalConfig(Section):
              "set eval.samples or eval.exact_match"), unit="tokens",
     )  # fmt: skip
     keep_best: bool = setting(
-        False, "Export the checkpoint with the lowest evaluation loss as model/.", HELD_OUT, EVALUATED_OFTEN
+        False, "Save at each lowest evaluation loss, and export that as model/.", HELD_OUT, EVALUATED_OFTEN
     )
     early_stopping: NonNegative = setting(
         0, "Evaluations without a lower loss, after which the run stops; 0: never.", HELD_OUT,

@@ -1,4 +1,4 @@
-"""Binary units, and numbers and text formatted for people; lines that aren't part of a result."""
+"""Binary units, counts, and numbers and text formatted for people; lines that aren't part of a result."""
 
 import math
 import os
@@ -61,6 +61,19 @@ def significant(number: float, digits: int) -> str:
     rounded = float(f"{number:.{digits - 1}e}")
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(rounded))))
     return f"{rounded:,.{decimals}f}"
+
+
+def due_from(step: int, last: int, *every: int) -> int:
+    """Number of steps from `step` to `last` that are multiples of one of `every`, at most two numbers (0: of
+    none), or the last.
+    """
+    some = [number for number in every if number]
+
+    def multiples(number: int) -> int:
+        return last // number - (step - 1) // number
+
+    twice = multiples(math.lcm(*some)) if len(some) > 1 else 0
+    return sum(map(multiples, some)) - twice + all(last % number for number in some)
 
 
 def counted(number: int, noun: str) -> str:

@@ -134,8 +134,8 @@ def assemble(
     evaluate_every = steps_between(config.eval.every, config, sequences)
     save_every = steps_between(config.checkpoint.every, config, sequences)
     held_out_tokens = prepared.eval.token_count if prepared.eval is not None else 0
-    answers = bool(config.eval.samples or config.eval.exact_match)
-    course = Course(steps, resumed or 0, evaluate_every, save_every, held_out_tokens, answers)
+    generates, best = bool(config.eval.samples or config.eval.exact_match), config.eval.keep_best
+    course = Course(steps, resumed or 0, evaluate_every, save_every, held_out_tokens, generates, best)
     metrics = metrics_of(
         config, run_folder, world, course, [Callbacks(callbacks, training)] if training else []
     )

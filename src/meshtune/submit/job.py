@@ -26,7 +26,7 @@ from meshtune.plan.cost import NO_BOUNDS, Bounds, bounds_of, epoch_of, seconds_o
 from meshtune.plan.search import Choice, times
 from meshtune.rundir import EXPECTED, RunDir, saved_steps
 from meshtune.setting import epochs_of
-from meshtune.units import GIB, counted, duration, human, money
+from meshtune.units import GIB, counted, due_from, duration, human, money
 
 START = 600.0  # seconds until the first step: machines, image, weights, data, compiler
 WRITE = 1e9  # bytes/s that all ranks together write a checkpoint with
@@ -345,17 +345,22 @@ def error_of(choice: Choice) -> float:
 def steps_left(config: Config, answer: Answer, output: str) -> int:
     """Optimizer steps behind the newest checkpoint in the run folder; all for a run that begins anew.
 
-    Raises UserError for a run of unknown length, and for one that has done all its steps.
+    Raises UserError for a run of unknown length, for one that has done all its steps, and as `train` does
+    for another run in its folder.
     """
     if (steps := answer.length.steps) is None:
         raise UserError(unknown(answer.length.missing))
     anew = config.output_exists in ("new", "replace") or config.checkpoint.resume == "never"
     done = [] if anew else saved_steps(RunDir(expanded(output)).checkpoints)[-1:]
-    if done and done[0] >= steps:
-        raise UserError(
-            f"output = {output} has a checkpoint of step {done[0]}, and the run has {steps}: nothing is left "
-            "to submit. Raise train.max_steps, or name another output."
-        )
+    if done:
+        from meshtune.api.output import decide  # imports PyTorch
+
+        decide(config.model_copy(update={"output": output}), steps)
+        if done[0] >= steps:
+            raise UserError(
+                f"output = {output} has a checkpoint of step {done[0]}, and the run has {steps}: nothing is "
+                "left to submit. Raise train.max_steps, or name another output."
+            )
     return steps - sum(done)
 
 
@@ -381,12 +386,14 @@ def parts_of(config: Config, answer: Answer, steps: int) -> tuple[Part, ...]:
     if before := answer.run.reference_seconds:
         parts.append(predicted("reference", before, "before the first step"))
     writing = answer.workload.checkpoint_bytes / WRITE
-    number = happening(config, config.checkpoint.every, steps, sequences)
+    number = saves(config, steps, sequences)
     meanwhile = steps / number * step if config.checkpoint.async_save else 0.0  # seconds of steps
     saving = (number - 1) * max(0.0, writing - meanwhile) + writing
     how = f"{number}, each written in {duration(writing)}"
     how += ", all but the last while steps are done" * (number > 1 and meanwhile >= writing)
-    if 0 < meanwhile < writing and number > 1:
+    if config.eval.keep_best:
+        how += "; eval.keep_best writes one at each evaluation with the lowest loss so far, here all"
+    elif 0 < meanwhile < writing and number > 1:
         how += f"; checkpoint.every={math.ceil(writing / step)} waits for none"
     parts.append(Part("checkpoints", saving, saving, how))
     return *parts, Part("start", START, START, "assumed")
@@ -400,7 +407,18 @@ def happening(config: Config, every: int | str, steps: int, sequences: int | Non
     if sequences is None and (epochs := epochs_of(every)):
         return math.ceil((config.train.num_epochs or 1) / epochs)
     between = steps_between(every, config, sequences)
-    return math.ceil(steps / between) if between else 1
+    return due_from(1, steps, between)
+
+
+def saves(config: Config, steps: int, sequences: int | None) -> int:
+    """Checkpoints of `steps` steps, also those of evaluations under eval.keep_best, as if each were the best
+    so far. sequences: as `happening` takes it.
+    """
+    intervals = [config.checkpoint.every, *[config.eval.every] * config.eval.keep_best]
+    if sequences is None and any(map(epochs_of, intervals)):
+        least, *_, most = sorted(happening(config, every, steps, sequences) for every in [*intervals] * 2)
+        return most + (least - 1) * (most % least > 0)  # all of one are among the other's, or the last is
+    return due_from(1, steps, *(steps_between(every, config, sequences) for every in intervals))
 
 
 def uncounted(config: Config) -> list[str]:

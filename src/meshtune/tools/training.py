@@ -407,7 +407,8 @@ def labels_of_rows(_: str, keys: list[str], usual: list[str]) -> Conversion:
 
     def read(value: Any, job: Job) -> dict[str, Any]:
         rows = sections(job.value("datasets"))
-        chosen = {label for each in rows for key in keys for label in listed(each.get(key) or [])}
+        given = [each[key] for each in rows for key in keys if each.get(key) not in (None, "")]
+        chosen = {label for value in given for label in listed(value) or ["no role"]}
         if chosen - {*usual}:
             raise NoCounterpart(job.table.entries["datasets.message_field_training"].reason)
         return {}

@@ -17,7 +17,7 @@ from meshtune.optimizers import checkpoint_bytes
 from meshtune.plan.phrases import predicted_with
 from meshtune.rundir import Row
 from meshtune.streams import lost
-from meshtune.units import at_words, count, counted, duration, human
+from meshtune.units import at_words, count, counted, due_from, duration, human
 
 BAR_WIDTH = 20  # columns of the terminal
 MEMORY_ROWS = 2  # watched steps (meter/phases.py) in one table: the first ones, as a terminal has columns
@@ -36,20 +36,16 @@ class Course:
     save_every: int = 0  # in steps; 0: after the last one only
     held_out_tokens: int = 0  # that one evaluation reads; 0: there is none
     answers: bool = False  # True: evaluations also generate answers, of a length that is not known
+    keep_best: bool = False  # True: each evaluation may save, if its loss is the lowest
 
     def evaluations_from(self, step: int) -> int:
         """Evaluations after `step` and all later steps."""
-        return due_from(step, self.evaluate_every, self.steps) if self.held_out_tokens else 0
+        return due_from(step, self.steps, self.evaluate_every) if self.held_out_tokens else 0
 
     def saves_from(self, step: int) -> int:
-        """Checkpoints after `step` and all later steps."""
-        return due_from(step, self.save_every, self.steps)
-
-
-def due_from(step: int, every: int, last: int) -> int:
-    """Number of steps from `step` to `last` that are multiples of `every` (0: none) or the last."""
-    multiples = last // every - (step - 1) // every if every else 0
-    return multiples + bool(not every or last % every)
+        """Checkpoints after `step` and all later steps, as if each evaluation were the best so far."""
+        evaluated = self.evaluate_every * (self.keep_best and self.held_out_tokens > 0)
+        return due_from(step, self.steps, self.save_every, evaluated)
 
 
 class Pace:

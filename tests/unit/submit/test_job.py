@@ -54,6 +54,8 @@ def test_intervals_in_epochs_of_rows_that_nobody_counted_are_those_of_the_settin
     made = job(*words)
     parts = {part.name: part.how for part in made.parts}
     assert parts["evaluations"].startswith("16 of ") and parts["checkpoints"].startswith("4, each")
+    [best] = [part.how for part in job(*words, "eval.keep_best=true").parts if part.name == "checkpoints"]
+    assert best.startswith("16, each")
     says(made.assumed[1:])
 
 
@@ -125,6 +127,8 @@ def test_an_elastic_job_has_limits_for_each_number_of_machines_and_leaves_its_la
 def test_what_is_left_is_counted_and_a_site_with_shorter_jobs_gets_several(tmp_path: Path) -> None:
     output = f"output={tmp_path}"
     whole = job(output).parts[0].seconds
+    tree = config.load(None, [*RUN, output]).model_dump(mode="json")
+    (tmp_path / "config.yaml").write_text(json.dumps(tree), encoding="utf-8")
     (tmp_path / "checkpoints" / "step-600").mkdir(parents=True)
     assert job(output).parts[0].seconds == pytest.approx(0.4 * whole)
     assert job(output, "output_exists=replace").parts[0].seconds == pytest.approx(whole)
@@ -138,7 +142,9 @@ def test_what_is_left_is_counted_and_a_site_with_shorter_jobs_gets_several(tmp_p
         4 * 98.3, rel=0.01
     )
     assert job("output=~/runs/a").output == str(Path.home() / "runs/a")
-    for words in (["cluster.time_limit=10min"], ["cluster.time_limit=soon"], [output, "train.max_steps=600"]):
+    for words in (
+        ["cluster.time_limit=10min"], ["cluster.time_limit=24:00:00"], [output, "train.learning_rate=1e-3"]
+    ):  # fmt: skip
         with refuses(UserError):
             job(*words)
     with refuses(UserError):

@@ -427,6 +427,7 @@ def test_all_refusals_are_said_at_once(migrated: Migrate) -> None:
         (AXOLOTL | {"fp16": True}, "fp16"),
         (AXOLOTL | {"not_a_key": 1}, "not_a_key"),
         (AXOLOTL | {"datasets": [{"path": "x", "roles_to_train": ["user"]}]}, "datasets.roles_to_train"),
+        (AXOLOTL | {"datasets": [{"path": "x", "roles_to_train": []}]}, "datasets.roles_to_train"),
         (AXOLOTL | {"datasets": [{"path": "x", "shards": 9}, {"path": "y", "shards": 0}]}, "datasets.shards"),
         (AXOLOTL | {"datasets": [{"path": "x", "train_on_eos": "all"}]}, "datasets.train_on_eos"),
         (AXOLOTL | {"datasets": [{"path": "x", "field_thinking": "hm"}]}, "datasets.field_thinking"),

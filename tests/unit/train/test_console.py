@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 
 from meshtune.meter.rows import eval_row, memory_row, train_row
-from meshtune.train.console import ConsoleTracker, Course, TimeLeft, due_from, reward_parts
+from meshtune.train.console import ConsoleTracker, Course, TimeLeft, reward_parts
 from meshtune.train.loop import due
 from meshtune.train.trackers import Metrics
-from meshtune.units import MIB
+from meshtune.units import MIB, due_from
 
 NUMBERS = {
     "loss": 2.5,
@@ -142,7 +142,9 @@ def test_the_memory_of_the_first_steps_is_one_table_where_asked():
 @pytest.mark.parametrize("last", [1, 29, 30])
 def test_what_is_still_to_come_is_counted_as_the_loop_counts_it(every, last):
     for step in range(1, last + 1):
-        assert due_from(step, every, last) == sum(due(n, every, last) for n in range(step, last + 1))
+        assert due_from(step, last, every) == sum(due(n, every, last) for n in range(step, last + 1))
+        either = [due(n, every, last) or due(n, 4, last) for n in range(step, last + 1)]
+        assert due_from(step, last, every, 4) == sum(either)
 
 
 def simulated(course: Course, *, seconds, evaluation, save, tokens: int = 1000) -> dict[int, float]:
