@@ -137,8 +137,10 @@ def few_updates(config: Config, sequences: int | None, steps: int, *, resumed: b
     if sequences is None or steps >= FEW_UPDATES or asked_for:
         return ""
     size, epochs = config.global_batch_size, config.train.num_epochs or 1
-    smaller = math.floor(sequences * epochs / FEW_UPDATES)  # 0: no global batch gives enough
-    remedy = f"Set train.global_batch_size={smaller}, or " if smaller and size > 1 and not resumed else "Set "
+    smaller = max(1, math.floor(sequences * epochs / FEW_UPDATES))
+    remedy = f"Set train.global_batch_size={smaller}, or " if size > 1 and not resumed else "Set "
+    if sequences * epochs < FEW_UPDATES:  # no global batch gives enough
+        remedy = remedy.replace(",", f" and train.num_epochs={math.ceil(FEW_UPDATES / sequences)},")
     longer = math.ceil(FEW_UPDATES * size / sequences)
     return (
         f"The run has only {counted(steps, 'update')}: {counted(sequences, 'sequence')} x {epochs:g} "

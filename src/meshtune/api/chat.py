@@ -66,7 +66,8 @@ class Conversation:
             raise
         if left_out:
             yield (
-                f"The context of {self.answerer.context:,} tokens is full: the oldest {left_out} "
+                f"The context of {self.answerer.context:,} tokens has no room for all messages and "
+                f"an answer of {self.max_new_tokens:,} (--max-new-tokens): the oldest {left_out} "
                 f"{'message is' if left_out == 1 else 'messages are'} left out from here on; /reset begins "
                 "anew."
             )

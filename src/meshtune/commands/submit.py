@@ -5,13 +5,16 @@
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshtune.commands.command import WithSubcommands
 from meshtune.commands.options import AsJson, Budget, By, Settings, announce, folder_of, log, show, split
 from meshtune.units import working
+
+if TYPE_CHECKING:
+    from meshtune.config import Config
 
 FOLDER = Path("jobs")  # has a folder for the files of each job that is sent
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="as submit printed it, such as slurm:1234")]
@@ -55,6 +58,7 @@ def submit(
 
     engine = engines.ENGINES[to]
     settings_of_run, words = config.load(file, overrides), [*([file] if file else []), *overrides]
+    check_output(settings_of_run)
     with working(PLANNING) as count:
         job = job_of(
             settings_of_run, words, nodes=nodes, least=least, by=by, budget=budget, log=log, count=count
@@ -67,6 +71,18 @@ def submit(
         lines.append(f"Submitted as {name}; `meshtune submit status {name}` has its state.")
     facts = job.facts() | {"job": name, "files": [*map(str, paths)]}
     show(Document(job.name, [Section("", lines)], facts), as_json=as_json)
+
+
+def check_output(config: "Config") -> None:
+    """Raise UserError, as `train` does, where `output` has checkpoints of another run."""
+    from meshtune.rundir import RunDir, saved_steps
+    from meshtune.submit.job import places
+
+    output, *_ = places(config)
+    if saved_steps(RunDir(Path(output)).checkpoints):
+        from meshtune.api.output import decide
+
+        decide(config.model_copy(update={"output": output}))
 
 
 def machines_of(elastic: str | None, nodes: int | None) -> tuple[int | None, int | None]:

@@ -345,22 +345,17 @@ def error_of(choice: Choice) -> float:
 def steps_left(config: Config, answer: Answer, output: str) -> int:
     """Optimizer steps behind the newest checkpoint in the run folder; all for a run that begins anew.
 
-    Raises UserError for a run of unknown length, for one that has done all its steps, and as `train` does
-    for another run in its folder.
+    Raises UserError for a run of unknown length, and for one that has done all its steps.
     """
     if (steps := answer.length.steps) is None:
         raise UserError(unknown(answer.length.missing))
     anew = config.output_exists in ("new", "replace") or config.checkpoint.resume == "never"
     done = [] if anew else saved_steps(RunDir(expanded(output)).checkpoints)[-1:]
-    if done:
-        from meshtune.api.output import decide  # imports PyTorch
-
-        decide(config.model_copy(update={"output": output}), steps)
-        if done[0] >= steps:
-            raise UserError(
-                f"output = {output} has a checkpoint of step {done[0]}, and the run has {steps}: nothing is "
-                "left to submit. Raise train.max_steps, or name another output."
-            )
+    if done and done[0] >= steps:
+        raise UserError(
+            f"output = {output} has a checkpoint of step {done[0]}, and the run has {steps}: nothing is left "
+            "to submit. Raise train.max_steps, or name another output."
+        )
     return steps - sum(done)
 
 

@@ -106,17 +106,22 @@ class Exporter:
         verb = f"adapted ({kind_of(self.adapter['use_dora'])})" if self.adapter else "fine-tuned"
         rows = "\n".join(f"| {name} | {value} |" for name, value in [*self.recipe.items(), ("steps", steps)])
         base = f"base_model: {hub_id(self.base_name)}\n"
-        resized = (
+        loading = (
             "The tokenizer here has tokens that the base model lacks. Before peft loads the adapter: "
             f"`base.resize_token_embeddings({id_bound(self.tokenizer)})`.\n\n"
             if self.adapter and self.adapter["embeddings"]
             else ""
         )
+        if self.adapter and self.stop_ids:
+            loading += (
+                "peft takes the stop tokens of the base model. Those of this one: give `generate` "
+                "`generation_config=GenerationConfig.from_pretrained(…)` of this folder.\n\n"
+            )
         versions = f"transformers {transformers.__version__} and torch {torch.__version__}"
         return (
             f"---\nlibrary_name: {library}\n{base}tags:\n- meshtune\n---\n\n"
             f"# {shown(self.base_name)}, {verb}\n\n"
-            f"Written by meshtune {meshtune.__version__} with {versions}.\n\n{resized}"
+            f"Written by meshtune {meshtune.__version__} with {versions}.\n\n{loading}"
             f"| setting | value |\n| --- | --- |\n{rows}\n"
         )
 

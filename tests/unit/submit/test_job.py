@@ -10,6 +10,7 @@ from golden import refuses, says
 
 from meshtune import config
 from meshtune.api.plan import plan
+from meshtune.commands.submit import check_output
 from meshtune.errors import NothingFits, UserError
 from meshtune.layout import Layout
 from meshtune.rundir import EXPECTED
@@ -143,10 +144,13 @@ def test_what_is_left_is_counted_and_a_site_with_shorter_jobs_gets_several(tmp_p
     )
     assert job("output=~/runs/a").output == str(Path.home() / "runs/a")
     for words in (
-        ["cluster.time_limit=10min"], ["cluster.time_limit=24:00:00"], [output, "train.learning_rate=1e-3"]
+        ["cluster.time_limit=10min"], ["cluster.time_limit=24:00:00"], [output, "train.max_steps=600"]
     ):  # fmt: skip
         with refuses(UserError):
             job(*words)
+    check_output(config.load(None, [*RUN, output]))
+    with refuses(UserError):
+        check_output(config.load(None, [*RUN, output, "train.learning_rate=1e-3"]))
     with refuses(UserError):
         job("train.max_steps=null")
     with refuses(UserError):
