@@ -137,13 +137,12 @@ def few_updates(config: Config, sequences: int | None, steps: int, *, resumed: b
     if sequences is None or steps >= FEW_UPDATES or asked_for:
         return ""
     size, epochs = config.global_batch_size, config.train.num_epochs or 1
-    smaller = max(1, math.floor(sequences * epochs / FEW_UPDATES))
-    remedy = f"Set train.global_batch_size={smaller}, or " if size > 1 and not resumed else "Set "
-    if sequences * epochs < FEW_UPDATES:  # no global batch gives enough
-        remedy = remedy.replace(",", f" and train.num_epochs={math.ceil(FEW_UPDATES / sequences)},")
+    smaller = math.floor(sequences * epochs / FEW_UPDATES)  # 0: no global batch gives enough
+    remedy = f"Set train.global_batch_size={smaller}, or " if smaller and size > 1 and not resumed else "Set "
+    fewer = "; a smaller train.global_batch_size needs fewer epochs" if size > 1 and not smaller else ""
     longer = math.ceil(FEW_UPDATES * size / sequences)
     return (
         f"The run has only {counted(steps, 'update')}: {counted(sequences, 'sequence')} x {epochs:g} "
         f"epoch{'s' * (epochs != 1)} in global batches of {size}. {remedy}train.num_epochs={longer}, for "
-        f"{FEW_UPDATES} or more."
+        f"{FEW_UPDATES} or more{fewer}."
     )

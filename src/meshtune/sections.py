@@ -454,11 +454,11 @@ class ClusterConfig(Section):
         {}, "Fields of a job of Ray, for `meshtune submit` and `sweep --to ray`; they replace ours."
     )
 
-    @field_validator("time_limit", mode="before")
+    @field_validator("time_limit", mode="before", json_schema_input_type=str | int | None)
     @classmethod
     def _time(cls, value: Any) -> Any:
         """As text: YAML reads 24:00:00 as 86400, and `submit` says how to write it."""
-        return str(value) if isinstance(value, int) else value
+        return str(value) if type(value) is int else value
 
     @field_validator("gpu", mode="before", json_schema_input_type=str | int | None)
     @classmethod

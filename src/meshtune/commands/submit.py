@@ -3,6 +3,7 @@
 `meshtune submit status JOB`, `logs` and `cancel` are sub-commands (SUBCOMMANDS).
 """
 
+import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -74,15 +75,22 @@ def submit(
 
 
 def check_output(config: "Config") -> None:
-    """Raise UserError, as `train` does, where `output` has checkpoints of another run."""
-    from meshtune.rundir import RunDir, saved_steps
+    """Raise UserError, as `train` does, where `output` has another run; its files may be copies."""
+    from meshtune.rundir import RunDir
     from meshtune.submit.job import places
 
-    output, *_ = places(config)
-    if saved_steps(RunDir(Path(output)).checkpoints):
-        from meshtune.api.output import decide
+    run = RunDir(Path(places(config)[0]))
+    if not run.path.exists():
+        return
+    from meshtune.api.output import decide, differences, settings
+    from meshtune.config import load
 
-        decide(config.model_copy(update={"output": output}))
+    config = config.model_copy(update={"output": str(run.path)})
+    if run.config_file.exists():
+        both = (json.dumps(settings(one)) for one in (config, load(run.config_file)))
+        if not any(differences(*(json.loads(re.sub('"/[^"]*/', '"', text)) for text in both))):
+            return
+    decide(config)
 
 
 def machines_of(elastic: str | None, nodes: int | None) -> tuple[int | None, int | None]:

@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from meshtune.errors import Interrupted
+from meshtune.errors import Interrupted, NonFinite, RankFailed
 
 # SIGHUP: the terminal was closed, or ssh lost its connection. SIGUSR1, SIGUSR2 and SIGXCPU: before the time
 # limit, from Slurm (--signal), LSF and Grid Engine (-notify, s_cpu).
@@ -30,7 +30,7 @@ def to_handle(signals: Iterable[signal.Signals] = STOPPING) -> list[signal.Signa
 
 
 class Stopped(BaseException):
-    """Raised by a signal outside of the training steps: an `except Exception` of a library lets it pass."""
+    """Raised by a signal, whose name it has, outside of training steps; `except Exception` does not hide it."""
 
 
 class Stopping:
@@ -43,7 +43,7 @@ class Stopping:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.asked = self.asked or signal.Signals(number).name
-        raise Stopped
+        raise Stopped(self.asked)
 
 
 def asked() -> str | None:
@@ -54,12 +54,16 @@ def asked() -> str | None:
 
 @contextmanager
 def as_interrupted() -> Iterator[None]:
-    """Raise Interrupted for any error of the block, once a signal has `asked` to stop."""
+    """Raise Interrupted for Stopped, and for what hides it once a signal has `asked` to stop."""
     try:
         yield
     except BaseException as error:
-        if isinstance(error, Interrupted | SystemExit) or not (name := asked()):
+        name = error.args[0] if isinstance(error, Stopped) else asked()
+        if name is None or isinstance(error, Interrupted | SystemExit | RankFailed | NonFinite):
             raise
+        for number in to_handle(ASKING):  # a second one would end what follows
+            if isinstance(signal.getsignal(number), Stopping):
+                signal.signal(number, signal.SIG_IGN)
         message = f"Stopped by {name} outside of the training steps; the same command continues."
         raise Interrupted(message) from error
 

@@ -32,7 +32,7 @@ from meshtune.launch.failure import (
 from meshtune.launch.machine import ONLY, Machine, machine_of
 from meshtune.launch.place import Place, place_of, reachable_address, refuse_batch_script
 from meshtune.launch.rank import Rank, RankLog, announced_ranks, process_group
-from meshtune.launch.signals import as_interrupted, to_handle
+from meshtune.launch.signals import Stopped, as_interrupted, asked, to_handle
 from meshtune.launch.watch import HangLimits
 from meshtune.streams import flush, guard
 from meshtune.units import notice
@@ -61,6 +61,8 @@ def run(
     """
     if place := place_of(os.environ):
         return run_joined(place, function, args, device, limits)
+    if name := asked():  # ranks that are spawned would not know of it
+        raise Stopped(name)
     refuse_batch_script(os.environ)
     machine = machine_of(os.environ) or ONLY
     if ranks == 1:

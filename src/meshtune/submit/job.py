@@ -411,8 +411,8 @@ def saves(config: Config, steps: int, sequences: int | None) -> int:
     """
     intervals = [config.checkpoint.every, *[config.eval.every] * config.eval.keep_best]
     if sequences is None and any(map(epochs_of, intervals)):
-        least, *_, most = sorted(happening(config, every, steps, sequences) for every in [*intervals] * 2)
-        return most + (least - 1) * (most % least > 0)  # all of one are among the other's, or the last is
+        numbers = [happening(config, every, steps, sequences) for every in intervals]
+        return sum(numbers) - math.gcd(*numbers) * (len(numbers) > 1)  # those of both
     return due_from(1, steps, *(steps_between(every, config, sequences) for every in intervals))
 
 
@@ -471,7 +471,8 @@ def held_out(config: Config, answer: Answer, sequences: int | None) -> float:
 def limit_of(config: Config, seconds: float, margin: int) -> tuple[int, int]:
     """(Seconds of one job, in whole minutes; number of jobs). seconds: of all that is left, at most."""
     text = config.cluster_config.time_limit
-    longest = seconds_of(text, "cluster.time_limit = ") if text else math.inf
+    given = f"{text} (as YAML reads a time with colons)" if text and text.isdecimal() else text
+    longest = seconds_of(given, "cluster.time_limit = ") if given else math.inf
     limit = 60 * math.ceil((seconds + margin) / 60)
     if limit <= longest:
         return limit, 1

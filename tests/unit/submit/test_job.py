@@ -55,8 +55,10 @@ def test_intervals_in_epochs_of_rows_that_nobody_counted_are_those_of_the_settin
     made = job(*words)
     parts = {part.name: part.how for part in made.parts}
     assert parts["evaluations"].startswith("16 of ") and parts["checkpoints"].startswith("4, each")
-    [best] = [part.how for part in job(*words, "eval.keep_best=true").parts if part.name == "checkpoints"]
-    assert best.startswith("16, each")
+    for interval, number in (("1 epoch", 16), ("0.8 epoch", 20)):  # of the latter all but the last are apart
+        kept = job(*words, "eval.keep_best=true", f"checkpoint.every={interval}")
+        [how] = [part.how for part in kept.parts if part.name == "checkpoints"]
+        assert how.startswith(f"{number}, each")
     says(made.assumed[1:])
 
 
@@ -148,7 +150,7 @@ def test_what_is_left_is_counted_and_a_site_with_shorter_jobs_gets_several(tmp_p
     ):  # fmt: skip
         with refuses(UserError):
             job(*words)
-    check_output(config.load(None, [*RUN, output]))
+    check_output(config.load(None, [*RUN, output, "data.train=/tmp/ray/_ray_pkg_1/rows.jsonl"]))
     with refuses(UserError):
         check_output(config.load(None, [*RUN, output, "train.learning_rate=1e-3"]))
     with refuses(UserError):

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from meshtune import config
 from meshtune.api import build
 from meshtune.data.loader import ahead
-from meshtune.errors import Interrupted, NonFinite, NothingFits, UserError
+from meshtune.errors import Interrupted, NonFinite, NothingFits, RankFailed, UserError
 from meshtune.launch.signals import STOPPING, StopRequest, interrupted_by_signals
 from meshtune.parallel import apply
 from meshtune.parallel.mesh import Axis
@@ -324,6 +324,14 @@ def test_a_signal_that_is_hidden_before_the_first_step_stops_the_run_after_it() 
 
     with pytest.raises(Interrupted, match="Stopped by SIGTERM outside"), interrupted_by_signals():
         importing()
+
+    def failing() -> None:
+        with suppress(ImportError):
+            importing()
+        raise RankFailed
+
+    with pytest.raises(RankFailed), interrupted_by_signals():
+        failing()
 
 
 @pytest.mark.ci

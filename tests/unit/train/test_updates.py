@@ -69,7 +69,7 @@ def test_the_run_folder_records_that_the_rate_is_the_default_and_is_the_same_run
         )),
         (["train.global_batch_size=64", "train.num_epochs=3"], 18, "Set train.global_batch_size=57, or"),
         (["train.global_batch_size=64", "train.num_epochs=0.05"], 1, (
-            "Set train.global_batch_size=1 and train.num_epochs=1, or train.num_epochs=4, for 20 or more."
+            "Set train.num_epochs=4, for 20 or more; a smaller train.global_batch_size needs fewer epochs."
         )),
         (["train.global_batch_size=64", "train.num_epochs=4"], 24, None),
         (["train.global_batch_size=64", "train.max_steps=5"], 5, None),  # asked for
