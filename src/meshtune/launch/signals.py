@@ -30,7 +30,7 @@ def to_handle(signals: Iterable[signal.Signals] = STOPPING) -> list[signal.Signa
 
 
 class Stopped(BaseException):
-    """Raised by a signal, whose name it has, outside of training steps; `except Exception` does not hide it."""
+    """Raised by a signal, whose name it has, outside of the steps; `except Exception` does not hide it."""
 
 
 class Stopping:
