@@ -170,7 +170,6 @@ SPARSE: dict[str, Callable[..., PretrainedConfig]] = {
     }.items()
 }
 
-UNLIKE = ["llama", "gemma2", "phi3", "gpt2", "starcoder2"]  # those that differ most from each other
 FAMILY_CASES = cases(FAMILIES, test=["llama", "gemma2"], ci=["phi3", "gpt2", "starcoder2"])
 
 

@@ -30,7 +30,7 @@ WHOLE = {
     "lines of src": 82_047,  # 52,000
     "files of src": 375,  # 280
     "files in one folder of src": 22,  # 22
-    "lines of tests": 59_223,  # 36,000
+    "lines of tests": 59_226,  # 36,000
 }
 
 ATTEND = "the signature of core.attend_rows, which it stands in for on the ranks of cp"

@@ -44,7 +44,7 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("layout", "method"), cases(LAYOUTS, test=LAYOUTS[:1], ci=LAYOUTS[1:4]))
+@pytest.mark.parametrize(("layout", "method"), cases(LAYOUTS, ci=4))
 def test_a_layout_gives_the_numbers_of_one_rank(layout: str, method: str, run: Run) -> None:
     """Each rank scales the whole weight, and the activations of whole micro-batches.
 

@@ -81,6 +81,7 @@ def hang_once(file: str) -> int:
     return dist.get_rank()
 
 
+@pytest.mark.ci
 def test_ranks_that_hang_are_replaced_once_and_their_stacks_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

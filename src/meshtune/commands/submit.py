@@ -58,15 +58,15 @@ def submit(
     from meshtune.train.trackers import tracker_problems
 
     engine = engines.ENGINES[to]
-    settings_of_run, words = config.load(file, overrides), [*([file] if file else []), *overrides]
-    check_output(settings_of_run)
+    run, words = config.load(file, overrides), [*([file] if file else []), *overrides]
+    check_output(run)
     with working(PLANNING) as count:
-        job = job_of(
-            settings_of_run, words, nodes=nodes, least=least, by=by, budget=budget, log=log, count=count
-        )
-    paths = engines.write(engines.files_of(settings_of_run, to, job), folder or FOLDER / job.name)
+        job = job_of(run, words, nodes=nodes, least=least, by=by, budget=budget, log=log, count=count)
+    paths = engines.write(files := engines.files_of(run, to, job), folder or FOLDER / job.name)
     lines, name = [*job.comments, f"Written: {', '.join(map(str, paths))}."], None
-    lines += [f"On this machine, {problem}" for problem in tracker_problems(settings_of_run.log.to)]
+    lines += [f"On this machine, {problem}" for problem in tracker_problems(run.log.to)]
+    if to != "slurm" and "wandb" in run.log.to and "WANDB_" not in "".join(files.values()):
+        lines.append("The machines need WANDB_API_KEY, and these files do not name it.")
     if folder is None:
         name = f"{to}:{engine.send(FOLDER / job.name)}"
         lines.append(f"Submitted as {name}; `meshtune submit status {name}` has its state.")

@@ -158,6 +158,9 @@ def test_a_job_is_sent_looked_at_cancelled_and_refused(
         run(command, name)
     says([name, capsys.readouterr().out, (folder / "called").read_text()])
     assert "hf_abc" not in "".join(file.read_text() for file in (folder / "jobs" / "run").iterdir())
+    for named in ([], [f"cluster.{to}.{'secrets' if to == 'sky' else 'env'}={{WANDB_API_KEY: null}}"]):
+        run(*words, "log.to=[wandb]", *named, "--write", "files")
+        assert ("The machines need WANDB_API_KEY" in capsys.readouterr().out) == (not named)
     if to == "dstack":
         with refuses(UserError):  # the name is in use
             run(*words)

@@ -16,7 +16,6 @@ from meshtune.layout import RECOMPUTATIONS
 from meshtune.train import loop
 
 Settings = Callable[..., list[str]]
-NO_COMPILER = "triton needs a C compiler, and none of cc, gcc and clang is installed"
 
 
 @pytest.fixture
@@ -46,6 +45,7 @@ def test_a_mode_compiles_its_blocks(mode: str, settings: Settings, graphs: Graph
     assert graphs.made
 
 
+@pytest.mark.ci
 def test_what_runs_uncompiled_in_compiled_blocks_is_printed(
     settings: Settings, graphs: Graphs, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -172,10 +172,10 @@ def test_weights_that_are_rounded_to_nearest_are_warned_about(
     assert warned == (precision == "bf16-pure" and optimizer == "muon")
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "precision"),
-    [("adamw", "fp32"), ("adamw-bf16", "fp32"), ("adamw-8bit", "fp32"), ("adamw", "bf16-pure")],
-)
+STATES = [("adamw", "fp32"), ("adamw", "bf16-pure"), ("adamw-bf16", "fp32"), ("adamw-8bit", "fp32")]
+
+
+@pytest.mark.parametrize(("optimizer", "precision"), cases(STATES, test=2, ci=2))
 def test_resuming_equals_never_stopping_bit_for_bit(
     train: Train, tmp_path: Path, optimizer: str, precision: str
 ) -> None:
