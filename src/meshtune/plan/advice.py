@@ -356,13 +356,12 @@ def faster_in_8_bits(plan: Plan, best: Choice) -> list[str]:
 
 
 def safer(plan: Plan, best: Choice) -> list[Outcome]:
-    """The fastest layout whose peak with its error bar is at most NEAR of a GPU's memory, and that saves
-    NOTABLE_SAVING; [] where `best` is as small, or none fits so.
+    """The fastest layout whose peak with its error bar is at most NEAR of a GPU's memory; [] where `best` is
+    as small, or none fits so.
     """
-    room, peak = NEAR * plan.cluster.memory / (1 + best.accuracy.memory), best.memory.peak
-    if peak <= room:
+    room = NEAR * plan.cluster.memory / (1 + best.accuracy.memory)
+    if best.memory.peak <= room:
         return []
-    room = min(room, (1 - NOTABLE_SAVING) * peak)
     choice = best_fitting(plan.workload, replace(plan.cluster, memory_budget=room), plan.fixed)
     return [Outcome.of_layout("less memory", plan.workload, choice, best)] if choice else []
 
