@@ -1,7 +1,7 @@
 """Figures on the terminal in words: counts with their noun."""
 
 from golden import says
-from rich.console import Console
+from terminal import printed
 
 from meshtune.data.example import Notes
 from meshtune.data.prepare import sentences
@@ -27,8 +27,5 @@ def test_one_document_in_one_sequence_is_told_in_the_singular() -> None:
 
 def test_a_bar_of_one_length_shows_it_once() -> None:
     bars = [{"from": 1, "to": 1, "documents": 4}, {"from": 2, "to": 9, "documents": 2}]
-    console = Console(width=80)
-    with console.capture() as capture:
-        console.print(histogram(bars))
-    text = capture.get()
+    text = printed(histogram(bars))
     assert "2–9" in text and "1–1" not in text

@@ -197,6 +197,7 @@ class Answer(Notebook):
             "batches": self.batch_advice,
             "run": vars(self.run) | {"notes": list(self.length.notes)},
             "notes": [
+                *self.workload.tool.refused,
                 *self.workload.notes,
                 *filter(None, [unmeasured(plan.cluster), *self.choice.notes]),
             ],

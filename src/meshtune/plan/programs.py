@@ -39,6 +39,7 @@ class Tool:
     virtual_stages: tuple[int, ...] = (1, 2, 4, 8)  # stages per pipeline rank that a search tries
     replicates_keys: bool = False  # tp may be a multiple of the key-value heads
     rules: Callable[[int, int], Iterable[Rule]] = no_rules  # by blocks of the model and tokens of a sequence
+    refused: tuple[str, ...] = ()  # sentences on settings that can't be exported to it
 
 
 TOOLS = {

@@ -87,24 +87,14 @@ def tool_for(name: str, config: Config) -> Tool:
     tool = TOOLS[check_tool(name)]
     if problems := [*training_problems(tool, config)]:
         raise UserError(problems)
-    return replace(tool, rules=partial(rules_of, name, config))
+    refused = tuple(setting_problems(tool, config))
+    return replace(tool, rules=partial(rules_of, name, config), refused=refused)
 
 
 def check(name: str, config: Config) -> None:
     """Raise UserError with every setting that can't be exported to a tool. name: of the tool."""
-    tool = TOOLS[check_tool(name)]
-    if problems := [*setting_problems(tool, _in_steps(tool, config))]:
+    if problems := [*setting_problems(TOOLS[check_tool(name)], config)]:
         raise UserError(problems)
-
-
-def _in_steps(tool: Tool, config: Config) -> Config:
-    """`in_steps` of a config; raises UserError where it has epochs too: the tools count one of them."""
-    if config.train.total_tokens and config.train.num_epochs:
-        raise UserError(
-            f"train.total_tokens with train.num_epochs can't be exported to {tool.title}, which counts steps "
-            "or epochs; keep one."
-        )
-    return in_steps(config)
 
 
 def export(
@@ -123,9 +113,10 @@ def export(
     layout that it can't run, with every reason.
     """
     tool = TOOLS[check_tool(name)]
-    config = with_whole_paths(_in_steps(tool, config))
+    refused = setting_problems(tool, config, adapts_experts=adapts_experts)
+    config = with_whole_paths(in_steps(config))
     problems = [
-        *setting_problems(tool, config, adapts_experts=adapts_experts),
+        *refused,
         *sentences(rules_of(name, config, blocks, config.data.seq_len), layout),
         *world_problems(config, layout, gpus_per_node),
     ]

@@ -114,8 +114,9 @@ class Planned:
 
     def beyond(self, every: int | str) -> bool:
         """True if an interval in epochs is not a share of the run, as transformers' Trainer takes it."""
-        epochs = epochs_of(every)
-        return epochs not in (None, 1) and bool(self.config.train.max_steps or epochs >= self.epochs)
+        train, epochs = self.config.train, epochs_of(every)
+        in_steps = not train.num_epochs and (train.max_steps or train.total_tokens)
+        return epochs not in (None, 1) and bool(in_steps or epochs >= self.epochs)
 
     @property
     def stage_layers(self) -> "StageLayers":

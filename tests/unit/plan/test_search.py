@@ -461,13 +461,17 @@ def test_no_layout_that_is_not_bisected_would_be_faster(monkeypatch: pytest.Monk
 
 @pytest.mark.ci
 def test_a_full_plan_names_the_fastest_smaller_layout_and_states_in_host_memory() -> None:
-    answer = answered(
-        search(workload("llama-3.1-70b", 64, compile="auto", optimizer="adamw-bf16"), machines(16))
-    )
-    plan, best, [safer] = answer.plan, answer.choice, answer.safer
-    room = advice.NEAR * plan.cluster.memory / (1 + best.accuracy.memory)
-    assert safer.choice.memory.peak <= room < best.memory.peak
-    assert safer.choice.seconds.total <= plan.seconds.total[plan.memory.peak <= room].min() * math.exp(TIE)
+    near = load(  # a chosen layout that needs 4 % more than leaves room
+        "model.name=llama-3.1-70b", "method=qlora", "data.seq_len=4096", "train.global_batch_size=64",
+        "train.optimizer=adamw-8bit", "train.offload=optimizer", "cluster.gpu=h100-sxm", "cluster.gpus=16",
+    )  # fmt: skip
+    full = search(workload("llama-3.1-70b", 64, compile="auto", optimizer="adamw-bf16"), machines(16))
+    for answer in (plan_of(near), answered(full)):
+        plan, best, [safer] = answer.plan, answer.choice, answer.safer
+        room = advice.NEAR * plan.cluster.memory / (1 + best.accuracy.memory)
+        assert safer.choice.memory.peak <= room < best.memory.peak
+        fastest = plan.seconds.total[plan.memory.peak <= room].min()
+        assert safer.choice.seconds.total <= fastest * math.exp(TIE)
     assert re.match(
         r"optimizer states in the host.s memory \(train.offload=optimizer layout=\S+\): \S+ more tokens per "
         r"second, \S+ GiB instead of \S+ GiB and \S+ GiB of host memory a rank\.$", answer.faster[0],

@@ -3,12 +3,11 @@
 import json
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 from golden import refuses, says
 from made_plans import answered, machines, workload
-from rich.console import Console
+from terminal import printed
 
 from meshtune.config import Config
 from meshtune.errors import UserError
@@ -24,13 +23,6 @@ from meshtune.report.plan import documents
 from meshtune.units import significant
 
 small = partial(workload, "llama-3.1-8b", 16, 2048)
-
-
-def printed(what: Any) -> str:
-    console = Console(width=200, no_color=True)
-    with console.capture() as capture:
-        console.print(what)
-    return capture.get()
 
 
 @pytest.fixture(scope="module")

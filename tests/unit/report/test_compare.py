@@ -7,6 +7,7 @@ from golden import refuses, says
 from page_data import charts_of
 from rich.console import Console
 from rich.text import Text
+from terminal import printed
 
 from meshtune.commands.report import report
 from meshtune.errors import UserError
@@ -188,10 +189,7 @@ def test_facts_are_words_and_a_long_path_breaks_after_a_slash(run, other, monkey
     ],
 )
 def test_lines_end_after_slashes(text, lines):
-    console = Console(width=8)
-    with console.capture() as capture:
-        console.print(Wrapped(Text(text)))
-    assert capture.get().split() == lines
+    assert printed(Wrapped(Text(text)), 8).split() == lines
 
 
 def test_what_an_earlier_version_lacked_and_is_off_is_no_difference(run, other):

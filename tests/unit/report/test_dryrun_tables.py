@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from golden import says
 from hand_traces import simulation_of, step_of, time_of, trace_of
-from rich.console import Console
+from terminal import printed
 
 from meshtune.dryrun.simulation import Simulation
 from meshtune.dryrun.workspaces import Row, Workspaces
@@ -46,12 +46,6 @@ LAYOUT = Layout.parse("zero3x8-mb1-ga1")
 
 def cells(table) -> dict[str, tuple[str, ...]]:
     return {row[0]: row[1:] for row in table.rows}
-
-
-def text_of(table, width: int = 120) -> str:
-    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(table)
-    return console.export_text()
 
 
 def test_the_peak_is_made_of_all_that_lives_then():
@@ -218,7 +212,7 @@ def test_the_page_has_the_pictures_and_tables_of_every_rank(monkeypatch):
 
 def test_a_terminal_shows_the_peaks_of_all_ranks_and_all_else_of_the_fullest():
     titles = [
-        line for line in text_of(document(run_of())).splitlines() if ", rank" in line or "Memory" in line
+        line for line in printed(document(run_of())).splitlines() if ", rank" in line or "Memory" in line
     ]
     assert sum(title.startswith("Memory at the peak") for title in titles) == 2
     assert sum(title.startswith("The largest tensors at the peak, rank 0") for title in titles) == 1
@@ -254,13 +248,13 @@ def test_files_are_the_page_and_a_picture_of_each_panel(tmp_path):
 
 @pytest.mark.parametrize("width", [60, 120])
 def test_the_terminal_shows_numbers_whole(width):
-    assert "227 MiB" in text_of(peak_table([trace_of()]), width)
-    assert "2 × 32.0 MiB" in text_of(largest_table(trace_of(), LAYOUT, 20), width)
+    assert "227 MiB" in printed(peak_table([trace_of()]), width)
+    assert "2 × 32.0 MiB" in printed(largest_table(trace_of(), LAYOUT, 20), width)
 
 
 def test_a_narrow_terminal_shows_numbers_that_have_no_room_below():
     table = module_table(trace_of())
-    wide, narrow = text_of(table, 200), text_of(table, 60)
+    wide, narrow = printed(table, 200), printed(table, 60)
     assert "…" not in narrow and max(map(len, narrow.splitlines())) <= 60
     assert sum(line.startswith("blocks 0-1, sum") for line in narrow.splitlines()) == 2
     numbers = re.compile(r"[\d.,]+ [KMG]iB")
@@ -268,7 +262,7 @@ def test_a_narrow_terminal_shows_numbers_that_have_no_room_below():
 
 
 def test_a_narrow_terminal_shows_words_that_have_no_room_below():
-    narrow = text_of(largest_table(trace_of(), LAYOUT, 20), 80)
+    narrow = printed(largest_table(trace_of(), LAYOUT, 20), 80)
     for words in ("activations", "mm, forward", "4×4 bfloat16", "made by", "2 × 32.0 MiB"):
         assert words in narrow
     assert max(map(len, narrow.splitlines())) <= 80

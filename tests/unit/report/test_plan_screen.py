@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from known import known
-from rich.console import Console
+from terminal import printed
 
 from meshtune.config import Config, load
 from meshtune.layout import Layout, in_words
@@ -44,17 +44,15 @@ def answer() -> Answer:
     return Answer(workload, (offer,), offer, length=length)
 
 
-def printed(answer: Answer, line: CommandLine, width: int = 80) -> list[str]:
-    console = Console(width=width, no_color=True)
-    with console.capture() as capture:
-        console.print(documents.answer(answer, line=line, whole=False), crop=False)
-    return [line.rstrip() for line in capture.get().splitlines()]
+def lines_of(answer: Answer, line: CommandLine, width: int = 80) -> list[str]:
+    text = printed(documents.answer(answer, line=line, whole=False), width)
+    return [line.rstrip() for line in text.splitlines()]
 
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_24_lines_hold_the_answer_and_the_whole_command(answer: Answer, width: int) -> None:
     line = CommandLine.of(["meshtune", "plan", *WORDS], WORDS, settings("data.train=rows.jsonl"))
-    lines = printed(answer, line, width)
+    lines = lines_of(answer, line, width)
     screen, choice = "\n".join(lines[:24]), answer.choice
     assert {line for line in lines if len(line) > width} <= {f"    {shlex.quote(COLUMNS)} \\"}
     assert "…" not in screen
@@ -72,8 +70,8 @@ def test_24_lines_hold_the_answer_and_the_whole_command(answer: Answer, width: i
 
 def test_what_training_needs_besides_is_said(answer: Answer) -> None:
     line = CommandLine.of(["meshtune"], WORDS, settings())
-    assert "Add data.train=FILE, the rows to train on." in printed(answer, line)
-    assert "Add data.train" not in "".join(printed(answer, replace(line, lacks="")))
+    assert "Add data.train=FILE, the rows to train on." in lines_of(answer, line)
+    assert "Add data.train" not in "".join(lines_of(answer, replace(line, lacks="")))
 
 
 def test_layouts_of_a_kind_are_one_row_with_their_number(answer: Answer) -> None:

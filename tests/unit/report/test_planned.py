@@ -1,10 +1,9 @@
 """Check a plan in the terminal, at several widths, with and without colours."""
 
-import io
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
+from terminal import printed
 
 from meshtune.layout import Layout
 from meshtune.plan.cluster import cluster_of
@@ -36,14 +35,6 @@ def choice(layout: str = NAMES[1], *, gib: float = 64, step: float = 8, speed: f
     return Choice(Layout.parse(layout), CLUSTER, spent, held, speed, 0.4)
 
 
-def shown(renderable, width: int = 80, colours: str | None = None) -> str:
-    file = io.StringIO()
-    Console(
-        file=file, width=width, color_system=colours, force_terminal=bool(colours), legacy_windows=False
-    ).print(renderable)
-    return file.getvalue()
-
-
 CHOICES = [choice(name, gib=40 + 10 * n, step=8 + n) for n, name in enumerate(NAMES)]
 
 
@@ -51,8 +42,8 @@ CHOICES = [choice(name, gib=40 + 10 * n, step=8 + n) for n, name in enumerate(NA
 def test_a_table_is_never_wider_than_the_terminal_and_keeps_a_line_for_each_layout(width):
     tables = [layouts_table(CHOICES), layouts_table(CHOICES[:2]), explanation(CHOICES[2])]
     for each in (*tables, *([side_by_side([choice()] * 3)] if width > 40 else [])):
-        assert max(map(len, shown(each, width).splitlines())) <= width
-    lines = shown(layouts_table(CHOICES[:2]), width).splitlines()
+        assert max(map(len, printed(each, width).splitlines())) <= width
+    lines = printed(layouts_table(CHOICES[:2]), width).splitlines()
     tables = sum("layout" in line for line in lines)  # below each other where one has no room
     assert sum(any(name[:7] in line for name in NAMES) for line in lines) == 2 * tables
     assert tables == (2 if width == 40 else 1)
@@ -61,7 +52,7 @@ def test_a_table_is_never_wider_than_the_terminal_and_keeps_a_line_for_each_layo
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
 def test_names_are_whole_in_a_narrow_terminal_as_are_the_step_time_and_the_mfu(width):
     long = "zero3x8-cp2-tp2-sp-pp2-interleaved1f1b-v8-mb1-ga16-selective"
-    text = shown(layouts_table([*CHOICES, choice(long, step=11)]), width)
+    text = printed(layouts_table([*CHOICES, choice(long, step=11)]), width)
     lines = text.splitlines()
     assert {"step", "MFU", "GiB"} <= set(text.split()) and max(map(len, lines)) <= width
     for step in ("8.00 s", "9.00 s", "10.00 s", "11.00 s"):
@@ -74,20 +65,20 @@ def test_names_are_whole_in_a_narrow_terminal_as_are_the_step_time_and_the_mfu(w
 
 
 def test_a_wide_terminal_shows_all_and_a_narrow_one_leaves_columns_out():
-    wide, narrow = (shown(layouts_table(CHOICES[:2]), width) for width in (160, 72))
+    wide, narrow = (printed(layouts_table(CHOICES[:2]), width) for width in (160, 72))
     assert "50.0 / 79.1 GiB" in wide and "MFU" in wide and "time" in wide
     assert "50.0" in narrow and "/ 79.1 GiB" not in narrow and "time" not in narrow
 
 
 def test_bars_shrink_before_a_column_is_left_out():
-    tables = [shown(layouts_table(CHOICES[:1]), width) for width in (120, 100)]
+    tables = [printed(layouts_table(CHOICES[:1]), width) for width in (120, 100)]
     assert all("time" in table and "/ 79.1 GiB" in table for table in tables)
     assert tables[0].count("C") > tables[1].count("C")
 
 
 def test_letters_are_as_many_as_the_parts_are_large():
     bar = Bar({"weights": 8, "gradients": 2, "optimizer": 6}, scale=32, width=32, until=24)
-    assert shown(bar, 32).rstrip("\n") == "WWWWWWWWGGOOOOOO········"
+    assert printed(bar, 32).rstrip("\n") == "WWWWWWWWGGOOOOOO········"
 
 
 def test_colours_are_as_long_as_the_parts_to_an_eighth_of_a_column():
@@ -104,18 +95,18 @@ def test_rounding_does_not_add_up():
 def test_what_begins_late_is_blank_before_it():
     bar = Bar({"": 2.5, "weights": 1.5}, scale=4, width=4)
     assert blocks(bar.cells(8)).plain == "  ▌█"
-    assert shown(bar, 4).rstrip("\n") == "  WW"
+    assert printed(bar, 4).rstrip("\n") == "  WW"
 
 
 @pytest.mark.parametrize("colours", ["256", "truecolor"])
 def test_a_terminal_with_colours_has_blocks_and_no_letters(colours):
-    text = shown(layouts_table(CHOICES), 160, colours)
+    text = printed(layouts_table(CHOICES), 160, colours)
     assert "█" in text and "\x1b[" in text and "WW" not in text
 
 
 @pytest.mark.parametrize("colours", [None, "standard"])
 def test_one_without_enough_of_them_has_letters_and_says_what_they_are(colours):
-    text = shown(layouts_table(CHOICES), 160, colours)
+    text = printed(layouts_table(CHOICES), 160, colours)
     assert "WW" in text and "█" not in text
     assert all(name in text for name in ("weights", "optimizer", "compute", "bubble", "free"))
 
@@ -127,27 +118,27 @@ def test_every_name_has_a_colour_and_a_letter_of_its_own():
 
 
 def test_a_layout_that_does_not_fit_is_red_and_its_bar_goes_beyond_the_capacity():
-    text = shown(layouts_table([choice(gib=100)]), 160, "truecolor")
+    text = printed(layouts_table([choice(gib=100)]), 160, "truecolor")
     assert "\x1b[31m100.0 / 79.1 GiB" in text
-    plain = shown(explanation(choice(gib=100)))
+    plain = printed(explanation(choice(gib=100)))
     assert f"does not fit: {100 - CLUSTER.memory / GIB:.1f} GiB more than a GPU has" in plain
 
 
 def test_an_explanation_sums_to_the_peak_and_the_step():
-    text = shown(explanation(CHOICES[2]), 120)
+    text = printed(explanation(CHOICES[2]), 120)
     rows = {line.split()[1]: line.split() for line in text.splitlines() if len(line.split()) > 3}
     assert rows["weights"][2:5] == ["30.0", "GiB", "50.0%"]
     assert rows["60.0"][:4] == ["peak", "60.0", "GiB", "100.0%"]
     assert rows["compute"][2:5] == ["7.50", "s", "75.0%"]
     assert rows["10.00"][:4] == ["step", "10.00", "s", "100.0%"]
     assert "at the peak: backward of a block, on the first pipeline rank" in text
-    assert "on every rank" in shown(explanation(CHOICES[0]), 120)
+    assert "on every rank" in printed(explanation(CHOICES[0]), 120)
 
 
 def test_no_layout_and_a_model_without_optimizer_state_are_no_error():
-    shown(layouts_table([]))
+    printed(layouts_table([]))
     empty = replace(choice().memory, optimizer=0.0)
-    assert "0 B" in shown(explanation(replace(choice(), memory=empty)))
+    assert "0 B" in printed(explanation(replace(choice(), memory=empty)))
 
 
 def test_seconds_have_three_or_four_digits_and_a_peak_above_a_thousand_gib_its_separator():
@@ -158,7 +149,7 @@ def test_seconds_have_three_or_four_digits_and_a_peak_above_a_thousand_gib_its_s
 
 
 def test_layouts_stand_side_by_side_and_notable_differences_are_marked():
-    text = shown(side_by_side([choice(gib=64, step=8), choice(NAMES[2], gib=100, step=8.05)]), 80)
+    text = printed(side_by_side([choice(gib=64, step=8), choice(NAMES[2], gib=100, step=8.05)]), 80)
     rows = {line.split()[0]: line for line in text.splitlines() if line}
     assert text.splitlines()[0].split() == ["A", NAMES[1]]
     assert text.splitlines()[1].split() == ["B", NAMES[2], "does", "not", "fit"]
@@ -171,25 +162,25 @@ def test_layouts_stand_side_by_side_and_notable_differences_are_marked():
 
 
 def test_layouts_of_different_clusters_stand_side_by_side_with_their_gpus():
-    lines = shown(side_by_side([choice(), choice("zero3x16-mb1-ga4")]), 80).splitlines()
+    lines = printed(side_by_side([choice(), choice("zero3x16-mb1-ga4")]), 80).splitlines()
     assert lines[0].split() == ["A", NAMES[1], "on", "8", "GPUs"]
     assert lines[1].split() == ["B", "zero3x16-mb1-ga4", "on", "16", "GPUs"]
 
 
 def test_a_section_without_lines_has_no_title():
-    assert shown(Section("Why the usual ones are not first", [])) == ""
-    assert shown(Section("One", ["line"])).split() == ["One", "line"]
+    assert printed(Section("Why the usual ones are not first", [])) == ""
+    assert printed(Section("One", ["line"])).split() == ["One", "line"]
 
 
 def test_error_bars_stand_once_in_the_heads_of_a_table_and_behind_the_figures_of_an_explanation():
     error = CHOICES[0].accuracy
     time, memory = f"±{error.time:.0%}", f"±{error.memory:.0%}"
     for width in (60, 80, 160):
-        text = shown(layouts_table(CHOICES[:2]), width)
+        text = printed(layouts_table(CHOICES[:2]), width)
         assert text.count(time) == text.count(memory) == 1
-    text = shown(explanation(CHOICES[0]), 120)
+    text = printed(explanation(CHOICES[0]), 120)
     assert f"8.00 s a step {time}" in text and f"GiB {memory} at the peak" in text
-    assert f"step {time}" in shown(side_by_side(CHOICES[:2]))
+    assert f"step {time}" in printed(side_by_side(CHOICES[:2]))
 
 
 def test_columns_of_costs_are_those_that_a_run_has() -> None:

@@ -3,6 +3,7 @@ import re
 
 import pytest
 from rich.console import Console
+from terminal import printed
 
 from meshtune.meter.rows import matches
 from meshtune.report.draw.table import facts
@@ -10,21 +11,14 @@ from meshtune.report.run.summary import samples_of, summarise
 from meshtune.report.run.tables import headline, places, run_summary, samples_table
 
 
-def shown(renderable, width: int = 100) -> str:
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(renderable)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
-
-
 def test_the_summary_says_what_changed_and_where_the_model_is(run):
-    text = shown(run_summary(run), width=200)
+    text = printed(run_summary(run), width=200)
     assert "0.0% → 75.0% of 8 held-out prompts" in text
     assert "4.0000 → 1.0000 in 4 steps" in text
     assert "5.0000 → 2.0000 (best 1.5000 at step 2)" in text
     assert "200 tokens/s (median)" in text
     assert "2.0 s · 400 tokens" in text
-    assert "means of" not in text and "loss, means of 2 steps" in shown(run_summary(run, curve_width=2))
+    assert "means of" not in text and "loss, means of 2 steps" in printed(run_summary(run, curve_width=2))
 
 
 def test_long_paths_are_printed_whole(run):
@@ -40,9 +34,9 @@ def test_long_paths_are_printed_whole(run):
 
 
 def test_the_summary_of_a_run_without_evaluations_or_rows_is_no_error(empty, train):
-    shown(run_summary(empty))
+    printed(run_summary(empty))
     empty.append(train(1, loss=None))
-    assert "held-out" not in shown(run_summary(empty))
+    assert "held-out" not in printed(run_summary(empty))
 
 
 def test_one_step_and_one_prompt_are_singular(empty, train, evaluation):
@@ -56,7 +50,7 @@ def test_one_step_and_one_prompt_are_singular(empty, train, evaluation):
 
 def test_samples_stand_below_each_other_and_are_not_read_as_markup(run):
     run.append_sample({"step": 0, "prompt": "[bold]x[/nope]", "expected": "y", "answer": "[red]z"})
-    text = shown(samples_table(run))
+    text = printed(samples_table(run))
     lines = [line.split() for line in text.splitlines()]
     assert lines[:4] == [["prompt", "2+2="], ["expected", "4"], ["before", "?"], ["at", "step", "4", "4"]]
     assert "[bold]x[/nope]" in text
@@ -84,13 +78,13 @@ def test_only_an_expected_answer_is_right(empty):
 
 
 def test_tables_show_what_they_are_given():
-    words = shown(facts({"versions": {"torch": "2.13"}, "gpus": 0})).split()
+    words = printed(facts({"versions": {"torch": "2.13"}, "gpus": 0})).split()
     assert words == ["versions.torch", "2.13", "gpus", "0"]
 
 
 def test_escapes_of_rows_do_not_reach_the_terminal(empty):
     evil = "a\x1b]0;title\x07b\x9b31m\tc\r\n"
     empty.append_sample({"step": 1, "prompt": evil, "expected": evil, "answer": evil})
-    shown_text = shown(samples_table(empty))
+    shown_text = printed(samples_table(empty))
     assert not set("\x1b\x07\x9b") & set(shown_text)
     assert "a␛]0;title␇b" in shown_text

@@ -630,10 +630,10 @@ def test_tokens_of_the_run_are_written_as_the_steps_that_they_give(megatron: Any
     words = ("mb1-ga1", "train.max_steps=null", "train.total_tokens=1e9")
     assert megatron(*words)["train-iters"] == "488282"
     assert not any("TRAIN_STEPS" in sentence for sentence in exported("megatron", *words).missing)
-    with pytest.raises(
-        UserError, match=r"^train.total_tokens with train.num_epochs can't be exported to axolotl"
-    ):
-        exported("axolotl", *words, "train.num_epochs=3", "eval.every=0.25 epoch", "data.eval_split=0.1")
+    both = ("train.num_epochs=3", "eval.every=0.25 epoch", "data.eval_split=0.1")
+    for given in (words, ("mb1-ga1", "train.max_steps=5")):
+        with refuses(UserError):
+            exported("axolotl", *given, *both)
 
 
 def test_megatron_quotes_what_the_shell_would_read(megatron: Any, tmp_path: Path) -> None:

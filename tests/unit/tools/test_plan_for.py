@@ -8,6 +8,7 @@ import pytest
 from golden import refuses, says
 from known import known
 from shapes import of_shape
+from terminal import printed
 
 from meshtune.config import Config, load
 from meshtune.errors import UserError
@@ -22,10 +23,11 @@ from meshtune.plan.explanation import Explanation
 from meshtune.plan.hardware import stacks
 from meshtune.plan.machine import machine_of
 from meshtune.plan.memory.stages import Stages
-from meshtune.plan.programs import MESHTUNE, TOOLS, Tool
+from meshtune.plan.programs import MESHTUNE, TOOLS
 from meshtune.plan.search import Plan, explained, search
 from meshtune.plan.workload import Workload, lighter_workloads
 from meshtune.report.plan import documents
+from meshtune.report.plan.screen import REFUSED
 from meshtune.sections import ClusterConfig
 from meshtune.tools.export import EXPORTERS, check, export, tool_for, write
 from meshtune.units import GIB
@@ -193,7 +195,10 @@ def test_what_a_tool_cannot_train_is_refused_before_it_is_planned(tool: str, wor
 
 def test_settings_that_only_an_export_needs_do_not_stop_a_plan() -> None:
     config = settings(64, "data.where={lang: en}")
-    assert isinstance(tool_for("megatron", config), Tool)
+    best = answer("megatron")
+    best = replace(best, workload=best.workload.run_by(tool_for("megatron", config)))
+    lines = text_of(documents.answer(best, 3, whole=False))
+    assert lines[lines.index(REFUSED) + 1].strip() == best.as_dict(1)["notes"][0]
     with refuses(UserError):
         check("megatron", config)
 
@@ -223,12 +228,7 @@ def answer(tool: str) -> Answer:
 
 
 def text_of(renderable: object) -> list[str]:
-    from rich.console import Console
-
-    console = Console(width=400)
-    with console.capture() as printed:
-        console.print(renderable)
-    return [line.rstrip() for line in printed.get().rstrip().splitlines()]
+    return [line.rstrip() for line in printed(renderable, 400).rstrip().splitlines()]
 
 
 @pytest.mark.ci

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from rich.console import Console
+from terminal import printed
 
 from meshtune.data.loader import Loader
 from meshtune.report.run.report import report_page
@@ -33,10 +33,8 @@ def test_a_run_that_waits_for_data_names_it(
     (summarised,) = summarise(run.folder).causes
     assert summarised.row() | {"step": 11} == cause
     assert "Why it is slow" in report_page(run.folder)
-    console = Console(width=100)
-    with console.capture() as printed:
-        console.print(run_summary(run.folder))
-    assert "why it is slow" in printed.get() and "1. waiting for data" in printed.get()
+    text = printed(run_summary(run.folder), 100)
+    assert "why it is slow" in text and "1. waiting for data" in text
 
 
 @pytest.mark.ci

@@ -94,7 +94,7 @@ def full(result: Answer, most: int, line: CommandLine, drawn: Sequence[Panel]) -
         Section("What to change first", result.changes),
         Section("The global batch", result.batch_advice),
         *left_out(result),
-        OnPage(Notes(reliability(result.choice))),
+        OnPage(Notes([*result.workload.tool.refused, *reliability(result.choice)])),
         OnPage(provenance(result, line)),
     ]
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from meshtune.plan.search import Choice
     from meshtune.tools.export import Written
 
+REFUSED = "This command is refused until the settings change"
 MOST_KINDS = 5  # kinds of layouts that are listed
 MORE = (
     "More: --full has how it was reached, other batches, why not the usual layouts, and what was left out; "
@@ -110,6 +111,7 @@ def first_screen(result: Answer, line: CommandLine, written: Written | None = No
         Text(f"\n{written.sentence}", "bold") if written else ShellCommand(command(result, line))
     )
     yield InTerminal(Section("", [] if written else [*filter(None, [line.lacks])]))
+    yield InTerminal(Section(REFUSED, workload.tool.refused))
     lost = written.exported.missing if written else ()
     yield InTerminal(Section(f"What {workload.tool.title} runs differently", lost))
     if len(result.offers) > 1:
