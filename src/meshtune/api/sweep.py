@@ -236,7 +236,7 @@ def best_layouts(here: Here, tree: Mapping[str, Any], number: int) -> list[str]:
     workload = here.workload(config)
     plan = search(workload, here.cluster(config, partial_layout.world), fixed=partial_layout.given)
     if not len(plan):
-        raise empty_plan_error(plan)
+        raise empty_plan_error(plan, advise=False)
     return [str(choice.layout) for choice in plan.best(number)]
 
 

@@ -482,13 +482,15 @@ class Refused(UserError):
     """Error: every layout is refused, whatever memory it needs."""
 
 
-def empty_plan_error(plan: Plan, lighter: Lighter = dict, count: Count = silent) -> UserError:
+def empty_plan_error(
+    plan: Plan, lighter: Lighter = dict, count: Count = silent, *, advise: bool = True
+) -> UserError:
     """Return the error for an empty plan: NothingFits, or Refused with the reasons if no layout can run.
 
-    lighter, count: as in `remedies`.
+    lighter, count: as in `remedies`. advise: name what would fit, which takes some twenty searches.
     """
     if len(plan.near.tp):
-        return NothingFits(nothing_fits(plan, lighter, count))
+        return NothingFits([*least_need(plan), *(what_would_fit(plan, lighter, count) if advise else ())])
     where = f"{plan.cluster.gpus} x {plan.cluster.gpu.name}"
     if plan.fixed:
         refused = f"No layout of {where} with the fields of it that are fixed can train {plan.workload.model}"
@@ -504,11 +506,8 @@ def refusals(plan: Plan) -> list[str]:
     return list(dict.fromkeys(sentence for one in examples for sentence in plan.workload.refusals(one)))
 
 
-def nothing_fits(plan: Plan, lighter: Lighter = dict, count: Count = silent) -> list[str]:
-    """Sentences that say how much the smallest layout needs, and which `remedies` would fit.
-
-    Where the plan has fixed fields, the best layout without them is one more.
-    """
+def least_need(plan: Plan) -> list[str]:
+    """Sentences that say how much the smallest layout needs."""
     workload, cluster = plan.workload, plan.cluster
     sentences = [
         f"No layout of {cluster.gpus} x {cluster.gpu.name} fits {workload.model} at {workload.seq_len} tokens"
@@ -519,15 +518,21 @@ def nothing_fits(plan: Plan, lighter: Lighter = dict, count: Count = silent) -> 
         sentences.append(f"The layout that needs least is {nearest[0].layout}: {need}.")
     else:
         sentences += [f"{reason}." for reason in _reasons(plan)[:4]]
+    return sentences
+
+
+def what_would_fit(plan: Plan, lighter: Lighter, count: Count) -> list[str]:
+    """Sentences on the `remedies` that would fit; where the plan has fixed fields, the best layout without
+    them is one more.
+    """
+    workload, cluster = plan.workload, plan.cluster
     fitting = list(remedies(workload, cluster, lighter, count))
     if plan.fixed and (free := best_fitting(workload, cluster)):
         fitting.insert(0, Outcome.of_layout("no field fixed", workload, free, None))
-    sentences.append(
-        f"What would fit: {'; '.join(outcome.remedy for outcome in fitting)}."
-        if fitting
-        else "None of the changes that were tried would fit."
-    )
-    return [*sentences, *_cautions(fitting, workload)]
+    if not fitting:
+        return ["None of the changes that were tried would fit."]
+    remedy = f"What would fit: {'; '.join(outcome.remedy for outcome in fitting)}."
+    return [remedy, *_cautions(fitting, workload)]
 
 
 def _reasons(plan: Plan) -> list[str]:

@@ -332,9 +332,8 @@ def _best(facts: Facts) -> Table:
 
     figures = [ranked_by, *(name for name in UNITS if name != ranked_by)]
     known = [name for name in figures if any(row.get(name) is not None for row in best)]
-    axes = [
-        axis for axis in facts["axes"] if axis != "layout" and len({str(row.get(axis)) for row in best}) > 1
-    ]
+    others = (axis for axis in facts["axes"] if axis.partition(".")[0] != "layout")  # it has all its fields
+    axes = [axis for axis in others if len({str(row.get(axis)) for row in best}) > 1]
     rows = (
         (str(row["number"]), str(row["layout"] or ""), *(str(row[axis]) for axis in axes),
          *("" if row[name] is None else UNITS[name][1](row[name]) for name in known))
