@@ -18,7 +18,6 @@ from meshtune.api.settings import plain
 from meshtune.config import Config, load
 from meshtune.errors import Table, UserError, did_you_mean, expanded, nearest
 from meshtune.notebook import Notebook
-from meshtune.plan.changes import empty_plan_error
 from meshtune.plan.cluster import Cluster, cluster_for, cluster_here, gpus_here
 from meshtune.plan.search import search
 from meshtune.plan.workload import Workload
@@ -230,13 +229,13 @@ def workload_of(config: Config) -> Workload:
 
 
 def best_layouts(here: Here, tree: Mapping[str, Any], number: int) -> list[str]:
-    """The planner's best layouts of a config. Raises UserError, NothingFits among them, if there is none."""
-    config = load(defaults=tree)
-    partial_layout = config.partial_layout
-    workload = here.workload(config)
-    plan = search(workload, here.cluster(config, partial_layout.world), fixed=partial_layout.given)
-    if not len(plan):
-        raise empty_plan_error(plan, advise=False)
+    """The planner's best layouts of a config; [] if none fits, or `judge` would refuse it."""
+    try:
+        config = load(defaults=tree)
+        world, given = config.partial_layout.world, config.partial_layout.given
+        plan = search(here.workload(config), here.cluster(config, world), fixed=given)
+    except UserError:
+        return []
     return [str(choice.layout) for choice in plan.best(number)]
 
 

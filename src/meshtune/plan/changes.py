@@ -482,15 +482,13 @@ class Refused(UserError):
     """Error: every layout is refused, whatever memory it needs."""
 
 
-def empty_plan_error(
-    plan: Plan, lighter: Lighter = dict, count: Count = silent, *, advise: bool = True
-) -> UserError:
+def empty_plan_error(plan: Plan, lighter: Lighter | None = dict, count: Count = silent) -> UserError:
     """Return the error for an empty plan: NothingFits, or Refused with the reasons if no layout can run.
 
-    lighter, count: as in `remedies`. advise: name what would fit, which takes some twenty searches.
+    lighter, count: as in `remedies`; None: without what would fit, which takes some twenty searches.
     """
     if len(plan.near.tp):
-        return NothingFits([*least_need(plan), *(what_would_fit(plan, lighter, count) if advise else ())])
+        return NothingFits([*least_need(plan), *(what_would_fit(plan, lighter, count) if lighter else ())])
     where = f"{plan.cluster.gpus} x {plan.cluster.gpu.name}"
     if plan.fixed:
         refused = f"No layout of {where} with the fields of it that are fixed can train {plan.workload.model}"
@@ -525,14 +523,13 @@ def what_would_fit(plan: Plan, lighter: Lighter, count: Count) -> list[str]:
     """Sentences on the `remedies` that would fit; where the plan has fixed fields, the best layout without
     them is one more.
     """
-    workload, cluster = plan.workload, plan.cluster
-    fitting = list(remedies(workload, cluster, lighter, count))
-    if plan.fixed and (free := best_fitting(workload, cluster)):
-        fitting.insert(0, Outcome.of_layout("no field fixed", workload, free, None))
+    fitting = list(remedies(plan.workload, plan.cluster, lighter, count))
+    if plan.fixed and (free := best_fitting(plan.workload, plan.cluster)):
+        fitting.insert(0, Outcome.of_layout("no field fixed", plan.workload, free, None))
     if not fitting:
         return ["None of the changes that were tried would fit."]
     remedy = f"What would fit: {'; '.join(outcome.remedy for outcome in fitting)}."
-    return [remedy, *_cautions(fitting, workload)]
+    return [remedy, *_cautions(fitting, plan.workload)]
 
 
 def _reasons(plan: Plan) -> list[str]:

@@ -191,7 +191,7 @@ def _completed(
             return partial.complete(devices=cluster.gpus, global_batch_size=config.global_batch_size)
         plan = search(workload.of_batch(config.global_batch_size), cluster, fixed=partial.given)
         if not len(plan):
-            raise empty_plan_error(plan, advise=False)
+            raise empty_plan_error(plan, None)
         return plan.choice(0).layout
 
     key = (*map(str, sorted(partial.given.items())), *sorted(partial.open), config.global_batch_size)

@@ -237,7 +237,11 @@ class SweepFile:
         later = [condition for condition in self.where if any(map(of_layout, condition.names))]
         if not all(self._holds(condition, change) for condition in self.where if condition not in later):
             return
-        for layout in best_of(self._tree(change | {"layout": AUTO}), best.number):
+        left_open = change | {"layout": AUTO}
+        layouts = best_of(self._tree(left_open), best.number)
+        if not layouts:  # its result is the reason
+            yield self._experiment(left_open)
+        for layout in layouts:
             named = {key: value for key, value in change.items() if not key.startswith("layout.")}
             if all(self._holds(condition, named | {"layout": layout}) for condition in later):
                 yield self._experiment(named | {"layout": layout})
