@@ -20,7 +20,7 @@ from meshtune.errors import Table, UserError, did_you_mean, expanded, nearest
 from meshtune.notebook import Notebook
 from meshtune.plan.cluster import Cluster, cluster_for, cluster_here, gpus_here
 from meshtune.plan.search import search
-from meshtune.plan.workload import Workload
+from meshtune.plan.workload import Uncounted, Workload
 from meshtune.report.experiments.database import DATABASE
 from meshtune.rundir import RunDir, write_settings
 from meshtune.study import ray, slurm
@@ -229,11 +229,13 @@ def workload_of(config: Config) -> Workload:
 
 
 def best_layouts(here: Here, tree: Mapping[str, Any], number: int) -> list[str]:
-    """The planner's best layouts of a config; [] if none fits, or `judge` would refuse it."""
+    """The planner's best layouts; [] if none fits, or `judge` would refuse the config. Raises Uncounted."""
     try:
         config = load(defaults=tree)
         world, given = config.partial_layout.world, config.partial_layout.given
         plan = search(here.workload(config), here.cluster(config, world), fixed=given)
+    except Uncounted:  # `judge` would take data parallelism
+        raise
     except UserError:
         return []
     return [str(choice.layout) for choice in plan.best(number)]

@@ -528,8 +528,8 @@ def what_would_fit(plan: Plan, lighter: Lighter, count: Count) -> list[str]:
         fitting.insert(0, Outcome.of_layout("no field fixed", plan.workload, free, None))
     if not fitting:
         return ["None of the changes that were tried would fit."]
-    remedy = f"What would fit: {'; '.join(outcome.remedy for outcome in fitting)}."
-    return [remedy, *_cautions(fitting, plan.workload)]
+    fits = "; ".join(outcome.remedy for outcome in fitting)
+    return [f"What would fit: {fits}.", *_cautions(fitting, plan.workload)]
 
 
 def _reasons(plan: Plan) -> list[str]:

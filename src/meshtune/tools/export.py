@@ -113,13 +113,10 @@ def export(
     layout that it can't run, with every reason.
     """
     tool = TOOLS[check_tool(name)]
-    refused = setting_problems(tool, config, adapts_experts=adapts_experts)
+    problems = [*setting_problems(tool, config, adapts_experts=adapts_experts)]
     config = with_whole_paths(in_steps(config))
-    problems = [
-        *refused,
-        *sentences(rules_of(name, config, blocks, config.data.seq_len), layout),
-        *world_problems(config, layout, gpus_per_node),
-    ]
+    problems += sentences(rules_of(name, config, blocks, config.data.seq_len), layout)
+    problems += world_problems(config, layout, gpus_per_node)
     if problems:
         raise UserError(problems)
     plan = Planned(config, layout, blocks, gpus_per_node)
