@@ -27,10 +27,10 @@ ONE_LETTER = set("qkvx_")
 
 # The whole: each number is lowered by the change that makes it smaller, down to the goal in the comment.
 WHOLE = {
-    "lines of src": 82_046,  # 52,000
+    "lines of src": 82_045,  # 52,000
     "files of src": 375,  # 280
     "files in one folder of src": 22,  # 22
-    "lines of tests": 59_208,  # 36,000
+    "lines of tests": 59_207,  # 36,000
 }
 
 ATTEND = "the signature of core.attend_rows, which it stands in for on the ranks of cp"
